@@ -108,6 +108,18 @@ def test_broken_tensor_is_named_and_not_published(make_run, monkeypatch):
         assert (folder / "_unverified" / WEIGHTS).exists()
 
 
+def test_difference_below_rounding_is_detected(make_run, monkeypatch):
+    """The logits of a deep model in 16 bits do not show it."""
+    trainer, folder = make_run()
+    with monkeypatch.context() as patch:
+        breaking(patch, lambda tensors: tensors[NAME][0, 0].add_(1e-6))
+        with pytest.raises(BrokenSaveError, match=r"up_proj\.lora_B\.weight is not that of the trained model"):
+            export_model(trainer, folder)
+    trainer.model.peft_config["default"].lora_alpha *= 1 + 1e-6
+    with pytest.raises(BrokenSaveError, match="lora_alpha is not that of the trained model"):
+        export_model(trainer, folder)
+
+
 def test_unchanged_adapter_is_reported_as_divergence(make_run):
     trainer, folder = make_run()
     for name, parameter in trainer.model.named_parameters():

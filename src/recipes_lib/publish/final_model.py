@@ -7,17 +7,19 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, DataError, DivergedError
+from recipes_lib.errors import ConfigError, DataError, DivergedError, list_first
 from recipes_lib.files import inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
@@ -151,11 +153,9 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     """
     # PiSSA and similar adapters are restated for the original base, with a larger rank than was trained.
     is_restated = hasattr(model, "initial_factors")
+    trained = read_adapter_state(model)
     # Under ZeRO-3 sharded weights are empty placeholders.
-    shapes = {
-        name: None if is_restated or not tensor.numel() else tensor.shape
-        for name, tensor in read_adapter_state(model).items()
-    }
+    shapes = {name: None if is_restated or not tensor.numel() else tensor.shape for name, tensor in trained.items()}
     verify_weights(folder, shapes, ADAPTER_WEIGHTS)
     try:
         with zero3_init_disabled():
@@ -169,6 +169,10 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"
         )
+    # Exactly, because rounding of a deep model can hide a small difference in its logits.
+    differing = [] if is_restated else _find_differences(trained, read_adapter_state(reopened))
+    if differing or (not is_restated and _list_scales(model) != _list_scales(reopened)):
+        raise BrokenSaveError(f"{folder}: {list_first(differing) or 'lora_alpha'} is not that of the trained model")
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
         learning = [name for name in tensors.keys() if ".lora_B." in name]  # noqa: SIM118 (it is not a mapping)
         untrained = [name for name in learning if not tensors.get_tensor(name).any()]
@@ -178,6 +182,17 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
             f"{untrained[0]} first: their gradients were zero in every step. A policy learns nothing from answers with "
             "equal rewards: look at the rewards in metrics.jsonl"
         )
+
+
+def _find_differences(trained: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that differ, without those of which this process has a shard or placeholder."""
+    whole = {name: one for name, one in trained.items() if one.numel() and not isinstance(one, DTensor)}
+    return [name for name, one in whole.items() if not torch.equal(one.detach().cpu(), saved[name].cpu())]
+
+
+def _list_scales(model: PeftModel) -> list[float | None]:
+    """Return the factor of the low-rank product in each layer."""
+    return [layer.scaling.get(model.active_adapter) for layer in model.modules() if isinstance(layer, LoraLayer)]
 
 
 def _complete_adapter(model: PeftModel, folder: Path) -> None:
