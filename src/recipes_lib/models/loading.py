@@ -115,7 +115,8 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     vocabulary = tokenizer.get_vocab()
     for kind, token in (("eos_token", tokens.eos_token), ("pad_token", tokens.pad_token)):
         if token is not None and token not in vocabulary:
-            problems.append(Problem(kind, f"the tokenizer of {name} has no token {token!r}", "name one that it has"))
+            remedy = f"name one that it has, such as {', '.join(tokenizer.all_special_tokens[:5])}"
+            problems.append(Problem(kind, f"the tokenizer of {name} has no token {token!r}", remedy))
         elif token is not None:
             setattr(tokenizer, kind, token)
     if tokenizer.eos_token is None and tokens.eos_token is None:

@@ -230,7 +230,7 @@ class RowEncoder:
         try:
             source = self._tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
         except ValueError as error:
-            remedy = "name one with chat_template_path, or start from a model that has one"
+            remedy = "set chat_template_path: recipes/configs/chat_templates/zephyr.jinja needs no new tokens"
             raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
         variables = dict(self._tokenizer.special_tokens_map)
         if self._eos_token is not None:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.table import Table
 
@@ -34,6 +34,7 @@ from recipes_lib.errors import DataError, Problem, collect_problems, raise_probl
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
 
+_SPLIT_REMEDY: Final = "write another size, or name held-out text in `eval_datasets`; a text file is one document"
 
 def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
     """Raise if training documents are also held-out documents, naming the first few.
@@ -195,15 +196,14 @@ def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
         DataError: Sources have fewer tokens than one row.
     """
     sources = [part.open() for part in parts]
-    problems = [
-        Problem(
-            source.name,
-            f"{source.num_tokens:,} tokens to train on, and a row has max_length: {max_length:,}",
-            "add text, remove the source from the mixture, or lower max_length",
-        )
-        for source in sources
-        if source.num_tokens < max_length
-    ]
+    problems: list[Problem] = []
+    for part, source in zip(parts, sources, strict=True):
+        found = f"{source.num_tokens:,} tokens to train on, and a row has max_length: {max_length:,}"
+        remedy = "add text, remove the source from the mixture, or lower max_length"
+        if not source.num_documents and (num_held_out := part.open("eval").num_documents):
+            found, remedy = f"`test_split_size` holds out all {num_held_out:,} documents", _SPLIT_REMEDY
+        if source.num_tokens < max_length:
+            problems.append(Problem(source.name, found, remedy))
     raise_problems(problems, "dataset_mixture")
     return sources
 
@@ -218,7 +218,9 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
     found = {source.name: source for source in sources if source.num_documents}
     size = parts[0].corpus.test_size
     if size is not None and not found:
-        raise DataError(Problem(f"test_split_size: {size}", "no document is held out", "raise it"))
+        num_documents = sum(part.open().num_documents for part in parts)
+        found = f"no document of {num_documents:,} is held out"
+        raise DataError(Problem(f"test_split_size: {size}", found, _SPLIT_REMEDY))
     return found
 
 
