@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from tests.forked import ROOT, run_script
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
-from recipes_lib.errors import EXIT_USER, ConfigError
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_USER, ConfigError
 from recipes_lib.training.layouts.launch_environment import Launch, expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
@@ -314,3 +315,32 @@ def test_launch_trains_and_returns_exit_code_of_recipe(tmp_path):
     # Only the recipe itself detects another configuration in its output directory.
     done = subprocess.run([*command, "--weight_decay=0.3"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == EXIT_USER
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("ends", "code", "message"),
+    [
+        pytest.param(["sys.exit(0)"] * 2, 0, "", id="success"),
+        pytest.param(["sys.exit(75)"] * 2, EXIT_PREEMPTED, "", id="preempted"),
+        # The others are ended by SIGTERM, and might save a checkpoint.
+        pytest.param(["save()", "sys.exit(1)"], 1, "", id="bug"),
+        pytest.param(["save()", "sys.exit(3)"], EXIT_DIVERGED, "", id="cause of one rank"),
+        pytest.param(["save()", "os.kill(os.getpid(), 9)"], 137, "rank 1 .* was ended by SIGKILL", id="killed"),
+        pytest.param(["os.kill(os.getppid(), 15); save()", "save()"], EXIT_PREEMPTED, "", id="launcher signalled"),
+    ],
+)
+def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message):
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "def save():\n    signal.pause()\n"
+        f"exec({ends}[int(os.environ['RANK'])])\n"
+    )
+    flags = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command = [sys.executable, "-P", "-m", launching.__name__, *flags, str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    assert re.search(message, done.stderr)
+    assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from typing import Any, Final
 
 from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.errors import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_STALLED,
+    EXIT_USER,
+    ConfigError,
+    Problem,
+)
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -29,6 +38,8 @@ from recipes_lib.training.layouts.launch_environment import (
 
 PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
+_CAUSES: Final = (EXIT_USER, EXIT_DIVERGED, EXIT_STALLED)
+"""Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +230,49 @@ def _execute(command: Sequence[str], *, is_alone: bool) -> None:
     other than 0 into 1.
     """
     sys.stderr.flush()
+    arguments = command[command.index("launch") + 1 :]
     if not is_alone:
-        os.execv(command[0], list(command))
+        os.execv(sys.executable, [sys.executable, "-P", "-m", __name__, *arguments])
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments = command[command.index("launch") + 1 :]
     options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     recipe, environment = prepare_simple_launcher_cmd_env(options)
     os.execve(recipe[0], recipe, environment)
+
+
+def run_processes(arguments: Sequence[str]) -> int:
+    """Run ``accelerate launch`` in this process; return the exit code of the process that caused a failure.
+
+    accelerate 1.15 would print torch's traceback below the error of the process, and return 1 for every failure.
+
+    Args:
+        arguments: Command line after ``accelerate launch``.
+
+    Returns:
+        ``EXIT_PREEMPTED`` if this process was signalled; 128 plus the signal number if one has ended the other process.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch_command(launch_command_parser().parse_args(list(arguments)))
+    except SignalException:  # The processes have received the signal too, and had time to save.
+        return EXIT_PREEMPTED
+    except ChildFailedError as failed:
+        for rank, failure in failed.failures.items():
+            # The launcher ends the others by SIGTERM.
+            if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+                name = signal.Signals(-failure.exitcode).name
+                sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
+        # One that has lost another rank ends by ``EXIT_BUG``, possibly in the same moment as that rank.
+        code = min(
+            failed.failures.values(), key=lambda failure: (failure.exitcode not in _CAUSES, failure.timestamp)
+        ).exitcode
+        # The convention of shells for a process that a signal has ended.
+        return code if code > 0 else 128 - code
+    return EXIT_DONE
 
 
 def compose(file: Path, script: Sequence[str], machines: Machines, launch: Launch) -> list[str]:
@@ -302,3 +347,7 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
         remedy = "write --hardware cpu or cpu_ddp, or start on a machine with GPUs"
         raise ConfigError(Problem("--hardware", found, remedy))
     return (here if ids == "all" else min(here, len(ids.split(",")))) * machines.num_machines
+
+
+if __name__ == "__main__":
+    sys.exit(run_processes(sys.argv[1:]))

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import (
-    EXIT_BUG,
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_PREEMPTED,
-    STATUSES,
     ConfigError,
     DataError,
     PreemptedError,
@@ -198,18 +196,13 @@ class _Progress:
             _move_aside(stage.output, stage.name, say)
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
-        began, record = time.monotonic(), _stamp_record(stage.output)
+        began = time.monotonic()
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
         try:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
             code = run_child(words, self.pipeline.environment, self.locks)
-            # torchrun and accelerate return 1 for every failure of a process; `run.json` has the cause.
-            # An unchanged record is of an earlier start: the run failed before it wrote its own.
-            if code == EXIT_BUG and stage.launch and _stamp_record(stage.output) != record:
-                status = _read_if_valid(stage.output / "run.json").get("status")
-                code = next((end for end, name in STATUSES.items() if name == status), EXIT_BUG)
         except PreemptedError:
             code = EXIT_DONE
             raise
@@ -290,12 +283,6 @@ def _list_files(output: Path) -> dict[str, int | None] | None:
         if file.is_file() and not any(fnmatch(part, sign) for part in name.parts for sign in _LOGS):
             files[str(name)] = None if file.suffix in _RECORDS else file.stat().st_size
     return files
-
-
-def _stamp_record(output: Path) -> int | None:
-    """Return the time of the last change of ``run.json``, by the clock of its file system; ``None`` without one."""
-    record = output / "run.json"
-    return record.stat().st_mtime_ns if record.is_file() else None
 
 
 def _read_if_valid(path: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-{#- Ends by an exit code that the record of the run decides: launchers report 1 for every end. A pipeline reads the
-records of its stages, and reports itself. -#}
+{#- Ends by an exit code that the record of the run decides: that of a killed launcher says less. A pipeline reports its
+stages itself. -#}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 {% if output_dir %}
 {% set record = (output_dir ~ "/run.json") | quote %}

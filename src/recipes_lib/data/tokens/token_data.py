@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SPLIT_REMEDY: Final = "write another size, or name held-out text in `eval_datasets`; a text file is one document"
 
+
 def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
     """Raise if training documents are also held-out documents, naming the first few.
 
@@ -219,8 +220,8 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
     size = parts[0].corpus.test_size
     if size is not None and not found:
         num_documents = sum(part.open().num_documents for part in parts)
-        found = f"no document of {num_documents:,} is held out"
-        raise DataError(Problem(f"test_split_size: {size}", found, _SPLIT_REMEDY))
+        fault = f"no document of {num_documents:,} is held out"
+        raise DataError(Problem(f"test_split_size: {size}", fault, _SPLIT_REMEDY))
     return found
 
 

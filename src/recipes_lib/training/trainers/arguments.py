@@ -152,9 +152,9 @@ def build_training_arguments(
     """
     verify_fp8(launch.precision)
     disable_accelerate_parallelism(launch)
-    if launch.engine == "DEEPSPEED":
-        # DeepSpeed 0.19 calls deprecated names of torch 2.13's collectives, several times per step.
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # DeepSpeed 0.19 calls deprecated names of torch 2.13's collectives, several times per step, and accelerate 1.15
+    # passes an option of DDP by its deprecated name.
+    warnings.filterwarnings("ignore", r"`(torch\.distributed\.\w+|broadcast_buffers)` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
     arguments = {**config.training, **_RECIPE_OVERRIDES.get(config.recipe, {}), **_OVERRIDES, **precision}
     # Every parameter contributes to every loss; searching for unused ones traverses the graph once more per step.
