@@ -34,6 +34,29 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "echo", cli.Command("echo_command:main", "print the arguments"))
 
 
+INTERRUPTED = """import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "recipes_lib.processes":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from recipes_lib.cli import main"""
+
+
+def test_interrupt_during_imports_has_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_deleted_working_directory_is_an_error(
+    echo: None, tmp_path: Path, recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "working directory: was deleted" in recipes("echo", code=2)
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help", "help"])
 def test_help_lists_every_command(flag: str, recipes) -> None:
     output = recipes(flag)

@@ -111,11 +111,12 @@ class OutOfMemoryError(RuntimeError):
     ("error", "words"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
+        (OSError(errno.ENOSPC, "No space left on device", "from/a", None, "to/a"), "to/a: the disk is full"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), "full"),
-        (OSError("1708 requested and 508 written"), "output_dir: the disk is full: 1708 requested"),
-        (sqlite3.OperationalError("database or disk is full"), "output_dir: the disk is full: database"),
-        (sqlite3.OperationalError("disk I/O error"), "output_dir: its disk or network file system fails"),
+        (OSError("1708 requested and 508 written"), "output: the disk is full: 1708 requested"),
+        (sqlite3.OperationalError("database or disk is full"), "output: the disk is full: database"),
+        (sqlite3.OperationalError("disk I/O error"), "output: its disk or network file system fails"),
         (
             OSError(errno.EFBIG, "File too large", "out/optimizer.pt"),
             "out/optimizer.pt: a file would exceed the size limit",
@@ -142,7 +143,7 @@ class OutOfMemoryError(RuntimeError):
             OSError(errno.ESTALE, "Stale file handle", "out/metrics.jsonl"),
             "out/metrics.jsonl: its disk or network file system fails: [Errno 116] Stale",
         ),
-        (RuntimeError("I/O error: Input/output error (os error 5)"), "output_dir: its disk or network file system"),
+        (RuntimeError("I/O error: Input/output error (os error 5)"), "output: its disk or network file system"),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s3/out"), "/mnt/s3/out: its network"),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "out/_saving"), "out/_saving: its network file"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "dataloader_num_workers: a process"),
@@ -162,7 +163,7 @@ class OutOfMemoryError(RuntimeError):
         ),
         (
             RuntimeError("unable to open shared memory object </torch_7> in read-write mode: Too many open files (24)"),
-            "output_dir: the limit of this process is reached",
+            "output: the limit of this process is reached",
         ),
         (OSError("Caught OSError in DataLoader worker process 1.\nOSError: No space left on device"), "disk is full"),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),

@@ -21,6 +21,7 @@ from recipes_lib.files import (
     fsync,
     hash_file,
     is_inside,
+    is_locked,
     parse_number,
     read_lines,
     read_record,
@@ -139,13 +140,15 @@ def test_file_system_may_lack_flushes_but_must_not_fail_them(tmp_path, monkeypat
 @pytest.mark.parametrize("of_process", [False, True])
 def test_exclusive_lock_blocks_other_process_until_closed(tmp_path, of_process) -> None:
     path = tmp_path / "lock"
-    program = (
-        f"from recipes_lib.files import try_lock; print(try_lock(open({str(path)!r}, 'a'), of_process={of_process}))"
-    )
+    program = f"""from pathlib import Path
+from recipes_lib.files import is_locked, try_lock
+path = Path({str(path)!r})
+print(is_locked(path, of_process={of_process}), try_lock(path.open("a"), of_process={of_process}))"""
+    assert run_python(program) == "False True\n", "there is no file"
     with path.open("a") as file:
         assert try_lock(file, of_process=of_process) is True
-        assert run_python(program) == "False\n"
-    assert run_python(program) == "True\n"
+        assert run_python(program) == "True False\n"
+    assert run_python(program) == "False True\n"
 
 
 def test_shared_lock_excludes_exclusive_lock(tmp_path) -> None:
@@ -156,13 +159,16 @@ def test_shared_lock_excludes_exclusive_lock(tmp_path) -> None:
         assert try_lock(third) is False
 
 
-def test_try_lock_returns_none_without_lock_support(tmp_path, monkeypatch) -> None:
+def test_holder_of_lock_is_unknown_without_lock_support(tmp_path, monkeypatch) -> None:
     def refuse(file, operation) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with (tmp_path / "lock").open("a") as file:
         assert try_lock(file) is None
+    assert is_locked(tmp_path / "lock") is None
+    os.mkfifo(tmp_path / "pipe")  # Opening it would block.
+    assert is_locked(tmp_path / "pipe") is None
 
 
 def test_hash_file_accepts_path_and_open_file(tmp_path) -> None:

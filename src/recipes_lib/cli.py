@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
 
-from recipes_lib import __version__
-from recipes_lib.boundary import find_output_failure, refuse_access_tokens, run_command
-from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
+# Ctrl-C before ``run_command`` can report it: most of the time of `recipes --help` is spent here.
+try:
+    import importlib
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import NamedTuple
+
+    from recipes_lib import __version__
+    from recipes_lib.boundary import find_output_failure, refuse_access_tokens, run_command
+    from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
+except KeyboardInterrupt:
+    sys.exit(130)
 
 EXIT_PIPE_CLOSED = 141
 """Exit code when the reader of a pipe has closed it (128 + SIGPIPE), as in ``recipes preview ... | head``."""
@@ -153,6 +159,10 @@ def _print(text: str) -> int | None:
 
 def _run(command: Command, arguments: list[str]) -> int | None:
     refuse_access_tokens(arguments)
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:  # Relative paths, and libraries such as MKL, need it.
+        raise ConfigError(Problem("working directory", "was deleted", "change to another one")) from error
     module, _, function = command.target.partition(":")
     return _verify_output(getattr(importlib.import_module(module, __package__), function)(arguments))
 

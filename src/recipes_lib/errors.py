@@ -47,7 +47,7 @@ _FILE_ERRORS: Final = {
     ),
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
-_RESUMES: Final = "run the same command: a run resumes from its newest complete checkpoint"
+_RESUMES: Final = "run the same command: training, corpora and generated rows resume"
 # By text: the exceptions of torch (C++) and safetensors (Rust), and those that a data loader passes on from its
 # workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
 _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
@@ -77,7 +77,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
     r"|\d+ requested and \d+ written|database or disk is full": (
         None,
         "the disk is full",
-        f"free some space and {_RESUMES}; `recipes check` shows what a run will write",
+        f"free some space and {_RESUMES}; `recipes check` shows what training will write",
     ),
     "Input/output error|Stale file handle|disk I/O error": (
         None,
@@ -335,7 +335,9 @@ def explain_refusal(error: BaseException) -> Problem | None:
         code, name = getattr(cause, "errno", None), getattr(cause, "filename", None)
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
-                return Problem(place or str(name or "output_dir"), f"{found}: {line}", remedy)
+                # The error of a copy names its source first, which may be on another disk.
+                target = getattr(cause, "filename2", None) or name or "output"
+                return Problem(place or str(target), f"{found}: {line}", remedy)
         # A cause may be a file that a library has looked for in vain, before another error.
         is_unforeseen = code == errno.ENOENT and (cause is not error or Path(str(name)).parent.is_dir())
         if code in _FILE_ERRORS and name is not None and not is_unforeseen:

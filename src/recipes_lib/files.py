@@ -25,6 +25,9 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 MAX_BYTES: Final = 1 << 28
 """Maximum size of a JSON record or line, 256 MiB: far above any valid one, it bounds memory on an untrusted file."""
 
+LOCK_FILE: Final = "_lock"
+"""File in an ``output_dir`` that the main process of a run holds locked; names with an underscore are not uploaded."""
+
 Fields = Mapping[str, type | UnionType]
 """Field name -> type of its value; a union with ``None`` makes the field optional."""
 
@@ -329,6 +332,24 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
     except OSError as error:
         return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
     return True
+
+
+def is_locked(path: Path, *, of_process: bool = False) -> bool | None:
+    """Return whether a process holds an exclusive lock of a file; ``None`` if the file or file system cannot tell.
+
+    Args:
+        path: The lock file, which may be untrusted; without it there is no holder.
+        of_process: The kind of lock, as for ``try_lock``. Its holder must not ask: closing the file would unlock it.
+    """
+    try:
+        with _open_regular(path) as file:
+            # A shared lock, so that two processes that ask do not mistake each other for the holder.
+            is_free = try_lock(file, of_process=of_process, is_shared=True)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return None if is_free is None else not is_free
 
 
 def is_inside(name: Any) -> bool:

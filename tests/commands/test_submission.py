@@ -69,6 +69,24 @@ def test_stages_are_jobs_with_dependencies(cluster: Cluster) -> None:
     assert len(cluster.read_calls()) == 3
 
 
+# The parent of a stage is `recipes run`, and the parent of that the batch shell, which SLURM signals.
+STOPPED = "kill -USR1 $(cut -d ' ' -f 4 /proc/$PPID/stat); exec sleep 60"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_requeued"), [(STOPPED, True), ("exit 75", True), ("exit 4", True), ("exit 1", False)]
+)
+def test_stage_that_does_not_train_is_requeued_if_it_was_stopped(
+    cluster: Cluster, install, program: str, is_requeued: bool
+) -> None:
+    install({"scontrol": '#!/bin/bash\necho "scontrol $*" >> "$SLURM/calls"\n'})
+    cluster.pipeline.write_text(json.dumps({"stages": {"one": {"run": ["bash", "-c", program]}}}))
+    cluster.run()
+    assert cluster.read_calls()[1:] == (["scontrol requeue 1"] if is_requeued else [])
+    assert (cluster.folder / "1").read_text() == ("0\n" if is_requeued else "1\n")
+    assert "unbound" not in (cluster.folder / "1.log").read_text()
+
+
 def test_percent_sign_in_path_of_output_is_escaped(cluster: Cluster) -> None:
     """`sbatch` replaces patterns such as %j in its `--output`."""
     cluster.output_dir = cluster.folder / "100%u"

@@ -18,6 +18,7 @@ from tests.rows import read_files
 
 from recipes_lib.data import store
 from recipes_lib.errors import DataError
+from recipes_lib.files import is_locked
 
 KEY = "0123456789abcdef" * 4
 MANIFEST = {"train": {"num_rows": 40}}
@@ -241,18 +242,20 @@ def test_lock_waiter_continues_after_release(tmp_path):
             events.append("second")
 
     follower = threading.Thread(target=follow)
+    lock = store._lock_path(tmp_path, KEY)
     with store.hold_lock(tmp_path, KEY):
-        assert store.is_locked(tmp_path, KEY)
+        assert is_locked(lock)
         follower.start()
         events.append("first")
     follower.join()
     assert events == ["first", "second"]
-    assert not store.is_locked(tmp_path, KEY)
+    assert is_locked(lock) is False
 
 
 def test_locks_of_different_keys_are_independent(tmp_path):
-    with store.hold_lock(tmp_path, KEY), store.hold_lock(tmp_path, "f" * 64):
-        assert not store.is_locked(tmp_path, "e" * 64)
+    keys = KEY, "f" * 64
+    with store.hold_lock(tmp_path, keys[0]), store.hold_lock(tmp_path, keys[1]):
+        assert all(is_locked(store._lock_path(tmp_path, key)) for key in keys)
 
 
 def test_set_is_written_on_file_system_without_locks(tmp_path, monkeypatch):

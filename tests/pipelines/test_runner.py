@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.forked import Launch
 
-from recipes_lib.errors import ConfigError, DataError, PreemptedError
+from recipes_lib.errors import EXIT_PREEMPTED, ConfigError, DataError, PreemptedError
 from recipes_lib.files import name_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
 from recipes_lib.pipelines.runner import (
@@ -368,7 +368,7 @@ def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(subprocess, "Popen", start)
     try:
-        assert run_child(["sleep", "60"], {}) == 128 + signal.SIGTERM
+        assert run_child(["sleep", "60"], {}) == EXIT_PREEMPTED
     finally:
         signal.signal(signal.SIGTERM, previous)
 

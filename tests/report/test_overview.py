@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from tests.rows import write_rows
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.report import overview
 from recipes_lib.report.overview import describe_result, draw_spark, list_entries, show_figure, write_overview
+from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 
 
@@ -66,9 +71,48 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     write_rows(tmp_path / "hf" / "checkpoint-7" / "trainer_state.json", [{"log_history": [{"step": 7, "loss": 1.0}]}])
     (tmp_path / "link").symlink_to("a")
     assert [(entry.name, entry.kind, entry.status, entry.step) for entry in list_entries(tmp_path)] == [
-        ("a", "sft", "running", 30), ("b/deep", "sft", "done", 30), ("corpus", "corpus", "done", None),
+        ("a", "sft", "killed", 30), ("b/deep", "sft", "done", 30), ("corpus", "corpus", "done", None),
         ("hf", "", "", 7),
     ]  # fmt: skip
+
+
+HOLDER = """import fcntl, sys
+file = open(sys.argv[1], "a")
+getattr(fcntl, sys.argv[2])(file, fcntl.LOCK_EX)
+print(flush=True)
+input()"""
+
+
+@contextmanager
+def locked(file: Path, kind: str) -> Iterator[None]:
+    """Let another process hold a lock of a file within the block, which then kills it."""
+    command = [sys.executable, "-c", HOLDER, file, kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_run_is_running_while_a_process_holds_its_lock_and_killed_after_it(tmp_path: Path, recipes) -> None:
+    write_run(tmp_path / "a", SFT, status="running")
+    with locked(tmp_path / "a" / "_lock", "lockf"):
+        assert list_entries(tmp_path)[0].status == "running"
+        assert "its status is “running”" in build_report(tmp_path / "a").read_text()
+    assert recipes("runs", tmp_path).splitlines()[1].split()[:3] == ["a", "sft", "killed"]
+    assert "its status is “killed”" in build_report(tmp_path / "a").read_text()
+
+
+@pytest.mark.parametrize("lock", ["pipeline.json.lock", "pipeline.json.sft.lock"])
+def test_stage_is_running_while_a_process_holds_a_lock_of_it_and_killed_after_it(tmp_path: Path, lock: str) -> None:
+    stages = [{"name": name, "output": name} for name in ("sft", "../x")]
+    state = {"pipeline": stages, "stages": {stage["name"]: {"status": "running"} for stage in stages}}
+    (tmp_path / "pipeline.json").write_text(json.dumps(state))
+    with locked(tmp_path / lock, "flock"):
+        assert list_entries(tmp_path)[0].status == "running"
+    assert [entry.status for entry in list_entries(tmp_path)] == ["killed", "killed"]
 
 
 def test_runs_of_a_sweep_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
-from recipes_lib.files import read_record, replace_record, try_lock
+from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
 
 _USAGE: Final = (
     "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n"
@@ -116,12 +116,10 @@ def watch(argv: Sequence[str]) -> int:
 
 def _is_running(run: Path) -> bool:
     """Return whether a run is recorded as running and a process holds its lock, which a killed one does not."""
-    from recipes_lib.training.run import LOCK_FILE, RUN_FILE
+    from recipes_lib.training.run import RUN_FILE
 
-    if read_record(run / RUN_FILE).get("status") != "running":
-        return False
-    with (run / LOCK_FILE).open("a", encoding="utf-8") as file:
-        return try_lock(file, of_process=True) is not True
+    is_recorded = read_record(run / RUN_FILE).get("status") == "running"
+    return is_recorded and is_locked(run / LOCK_FILE, of_process=True) is not False
 
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT, find_recipe_name
 from recipes_lib.config.loader import parse_command
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import (
     EXIT_BUG,
     EXIT_DIVERGED,
@@ -336,7 +337,7 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
         "cpus_per_gpu": options.cpus_per_gpu or (CPUS_PER_GPU if num_nodes * gpus_per_node == 1 else None),
         "secrets": options.secrets,
         # The script writes STOP there, which a run reads, and reads `run.json`; other stages have neither.
-        "output_dir": str(stage.output if stage.recipe else pipeline.output_dir / JOBS / stage.name),
+        "output_dir": str(stage.output) if stage.recipe in RECIPE_NAMES else None,
         "starter": [],
         "command": command,
     }

@@ -26,7 +26,7 @@ from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
 from recipes_lib.quantities import format_duration
-from recipes_lib.report.overview import format_rows, write_overview
+from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
@@ -157,17 +157,17 @@ def describe(pipeline: Pipeline) -> list[str]:
     """Return a table of the stages, line by line: status, time, a metric, sweep keys and output."""
     state = read_state(pipeline.output_dir / STATE_FILE)
     rows: list[tuple[str, ...]] = [("stage", "status", "time", "figure", "keys", "output")]
-    rows += [_describe_stage(stage, state.get(stage.name) or {}) for stage in pipeline.stages]
+    rows += [_describe_stage(pipeline.output_dir, stage, state.get(stage.name) or {}) for stage in pipeline.stages]
     return [*format_rows(rows), f"overview: {pipeline.output_dir / 'index.html'}"]
 
 
-def _describe_stage(stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _describe_stage(folder: Path, stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:
     figures = list_figures(stage.output)
     shown = next((f"{name} {figures[name]:.4g}" for name in (*stage.require, *_SHOWN) if name in figures), "")
     seconds = parse_number(entry.get("seconds"))
     swept = " ".join(f"{key}={value}" for key, value in stage.swept.items())
     time = "" if seconds is None else format_duration(seconds)
-    return stage.name, str(entry.get("status", "not run")), time, shown, swept, str(stage.output)
+    return stage.name, find_stage_status(folder, stage.name, entry), time, shown, swept, str(stage.output)
 
 
 def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> None:

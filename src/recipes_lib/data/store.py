@@ -22,7 +22,7 @@ import numpy as np
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import fsync, hash_file, read_record, replace_record, try_lock
+from recipes_lib.files import fsync, hash_file, is_locked, read_record, replace_record, try_lock
 
 if TYPE_CHECKING:
     import datasets
@@ -185,7 +185,7 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
     deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
     while (prepared := find_set(root, key)) is None:
         # A held lock or a changed heartbeat shows that the set is being built, and restarts the timeout.
-        locked, last, beat = is_locked(root, key), beat, read_beat(root, key)
+        locked, last, beat = is_locked(_lock_path(root, key)), beat, read_beat(root, key)
         if locked or beat != last:
             deadline = time.monotonic() + _SECONDS_TO_START
         elif time.monotonic() > deadline:
@@ -278,18 +278,6 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
         for leftover in root.glob(f".{_set_path(root, key).name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)  # From a killed process, since this one holds the lock.
         yield True
-
-
-def is_locked(root: Path, key: str) -> bool | None:
-    """Return whether a process holds the lock of a key; ``None`` on a file system without locks."""
-    try:
-        file = _lock_path(root, key).open()
-    except OSError:
-        return False
-    with file:
-        # A shared lock, so that two waiting processes do not mistake each other for the holder.
-        is_free = try_lock(file, is_shared=True)
-    return None if is_free is None else not is_free
 
 
 def read_beat(root: Path, key: str) -> int:

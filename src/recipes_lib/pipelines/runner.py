@@ -317,6 +317,8 @@ def find_program(words: Sequence[str]) -> str | None:
 def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Sequence[int] = ()) -> int:
     """Run a command and return its exit code; stop signals are forwarded as SIGTERM, and the command is waited for.
 
+    The code of one that the forwarded SIGTERM ends is ``EXIT_PREEMPTED``.
+
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
         PreemptedError: A stop signal was received, and the command has finished successfully nevertheless.
@@ -356,6 +358,8 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
         raise KeyboardInterrupt
     if is_terminated and code == EXIT_DONE:
         raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
+    if is_terminated and code == -signal.SIGTERM:  # A program without a handler.
+        return EXIT_PREEMPTED
     # The convention of shells for a process that a signal has ended.
     return code if code >= 0 else 128 - code
 

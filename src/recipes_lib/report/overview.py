@@ -15,10 +15,19 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
-from recipes_lib.files import read_record
+from recipes_lib.files import is_inside, is_locked, read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, find_end, is_run, read_curve, read_number, read_run
+from recipes_lib.report.run_files import (
+    KILLED,
+    RunFiles,
+    find_end,
+    is_run,
+    mark_killed,
+    read_curve,
+    read_number,
+    read_run,
+)
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -41,7 +50,8 @@ class Entry:
         name: Name of the stage, or path relative to the listed folder.
         path: File or folder.
         kind: Recipe; empty if unknown.
-        status: Recorded status, such as ``done`` or ``running``; ``not run`` for a stage without a record.
+        status: Recorded status, such as ``done``; ``killed`` for a running one whose lock is free; ``not run`` for a
+            stage without a record.
         step: Number of optimizer steps; ``None`` for an output without training.
         figure: Name of the result metric; empty without one.
         before: First value of the metric; ``None`` if there is only one.
@@ -104,17 +114,26 @@ def _split_numbers(path: Path) -> list[str | int]:
 
 
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
-    entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
+    name = str(stage.get("name", ""))
+    entry = describe_output(folder / str(stage.get("output", "")), name)
     # The stage's own time includes the start of its processes.
     seconds = read_number(state, "seconds")
     return replace(
         entry,
         kind=str(stage.get("recipe") or entry.kind),
-        status=str(state.get("status", "not run")),
+        status=find_stage_status(folder, name, state),
         seconds=entry.seconds if seconds is None else seconds,
         changed=entry.changed if state else None,
         about=str(stage.get("about", "")),
     )
+
+
+def find_stage_status(folder: Path, name: str, state: Mapping[str, Any]) -> str:
+    """Return the recorded status of a stage; ``killed`` for a running one if neither lock of the pipeline is held."""
+    status = str(state.get("status", "not run"))
+    # Of the whole pipeline, and of a job of this stage. Stages inherit them from `recipes run`, and may outlive it.
+    locks = [folder / lock for lock in (f"{PIPELINE}.lock", f"{PIPELINE}.{name}.lock") if is_inside(lock)]
+    return KILLED if status == "running" and all(is_locked(lock) is False for lock in locks) else status
 
 
 def describe_output(path: Path, name: str) -> Entry:
@@ -125,7 +144,7 @@ def describe_output(path: Path, name: str) -> Entry:
     known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
     with suppress(DataError):
         run = read_run(path, ("step", "seconds", *_FIGURES))
-        return Entry(**known, **summarize(run))
+        return Entry(**known, **summarize(mark_killed(run)))
     kind = "corpus" if (path / "corpus.json").is_file() else "eval" if (path / "eval.json").is_file() else ""
     return Entry(**known, **_find_score(path), kind=kind, status="done" if kind else "")
 

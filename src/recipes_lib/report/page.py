@@ -25,6 +25,7 @@ from recipes_lib.report.run_files import (
     find_end,
     find_non_finite_steps,
     list_scores,
+    mark_killed,
     read_curve,
     read_number,
     read_run,
@@ -90,7 +91,7 @@ def build_report(run_dir: Path) -> Path:
     Raises:
         DataError: ``run_dir`` has no run.
     """
-    run = read_run(run_dir)
+    run = mark_killed(read_run(run_dir))
     charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
     reward_figures: list[KeyFigure] = []
     # Fields of an untrusted or older reward_report.json may be missing or have any type.

@@ -12,18 +12,20 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import parse_number, read_lines, read_record
+from recipes_lib.files import LOCK_FILE, is_locked, parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
 """``(step, value)`` points, ordered by step."""
+KILLED: Final = "killed"
+"""Status of what is recorded as running, and is not: the process had no time to record its end."""
 _STATE: Final = "trainer_state.json"
 _MAX_SMOOTHED: Final = 400
 """Maximum points of a running median."""
@@ -171,6 +173,15 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
         num_torn_lines=torn_events + torn_samples,
         best=next((event for event in reversed(events) if event.get("kind") == "best"), {}),
     )
+
+
+def mark_killed(run: RunFiles) -> RunFiles:
+    """Return a run with the status ``killed`` if it is recorded as ``running`` and no process holds its lock.
+
+    The process of the run itself must not ask, as for ``is_locked``.
+    """
+    is_killed = run.facts.get("status") == "running" and is_locked(run.path / LOCK_FILE, of_process=True) is False
+    return replace(run, facts={**run.facts, "status": KILLED}) if is_killed else run
 
 
 class Score(NamedTuple):

@@ -38,7 +38,7 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
+from recipes_lib.files import LOCK_FILE, is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder
 from recipes_lib.models.model_files import find_missing, list_model_files
@@ -82,8 +82,6 @@ from recipes_lib.training.trainers.arguments import resolve_precision
 RUN_FILE = "run.json"
 RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
 """Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
-LOCK_FILE: Final = "_lock"
-"""Lock file of the main process of a run; names with an underscore are not uploaded."""
 
 _INPUTS: Final = {
     "data": "the rows of the dataset",

@@ -20,14 +20,21 @@ set -u
 {% for secret in secrets %}
 : "${{ "{" }}{{ secret }}:?set it before sbatch, which passes it to the job}"
 {% endfor %}
+{% if output_dir %}
 output_dir={{ output_dir | quote }}
+{% endif %}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 
+{% if output_dir %}
 mkdir -p "$output_dir"
 rm -f "$output_dir/STOP"
 written() { stat -c %y "$output_dir/run.json" 2>/dev/null; }
 before=$(written)
 trap 'touch "$output_dir/STOP"' USR1 TERM
+{% else %}
+# `recipes run` passes it on to its stage.
+trap 'kill -TERM $(jobs -p)' USR1 TERM
+{% endif %}
 
 {{ (starter + command) | join_words }} &
 job=$!
@@ -37,8 +44,12 @@ while kill -0 "$job" 2>/dev/null; do wait "$job"; done
 wait "$job"
 code=$?
 
+{% if output_dir %}
 # The status that the run has recorded decides, not the exit code of srun. An unchanged record is of an earlier job.
 if [ "$(written)" != "$before" ] && grep -qE '{{ resumable }}' "$output_dir/run.json"; then
+{% else %}
+if [ "$code" = {{ exit_preempted }} ] || [ "$code" = {{ exit_stalled }} ]; then
+{% endif %}
     scontrol requeue "$SLURM_JOB_ID"
     code=$?
 fi
