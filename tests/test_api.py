@@ -147,6 +147,12 @@ def test_config_of_other_type_is_rejected() -> None:
     assert (problem.where, problem.found) == ("config", "is of type list")
 
 
+def test_first_training_prints_no_warning_of_another_library(keys: dict[str, Any], tmp_path: Path) -> None:
+    values = {**keys, "output_dir": str(tmp_path / "run"), "max_steps": 1}
+    printed = run_python(f"from recipes_lib import train; train('sft', {values!r})")
+    assert printed.startswith("done: "), printed
+
+
 def test_import_of_package_does_not_import_torch() -> None:
     run_python("import sys, recipes_lib; recipes_lib.train; assert not {'torch', 'transformers'} & sys.modules.keys()")
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

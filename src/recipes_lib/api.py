@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.boundary import hide_expected_warnings
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
@@ -54,6 +55,7 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
 
     Source: ``tests/test_api.py``.
     """
+    hide_expected_warnings()  # Before imports that warn.
     from recipes_lib.training.run import release_output_dirs
 
     loaded = _load(recipe, config, overrides)

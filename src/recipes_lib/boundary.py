@@ -49,7 +49,7 @@ _EXPECTED_WARNINGS: Final = {
     # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }
-"""Logger -> prefix of a warning that is expected in every run; such warnings are suppressed."""
+"""Logger -> prefix of a warning that is expected in every run."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
 """Stream name (``stdout``, ``stderr``) -> error of its last failed write."""
 
@@ -115,8 +115,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     """
     ignore_closed_output()
     processes.limit_threads()
-    for name in _EXPECTED_WARNINGS:
-        logging.getLogger(name).addFilter(_is_unexpected)
+    hide_expected_warnings()
     try:
         with raising_stop_signals():
             code = command() or EXIT_DONE
@@ -134,6 +133,12 @@ def run_command(command: Callable[[], int | None]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def hide_expected_warnings() -> None:
+    """Suppress the warnings of other libraries that are expected in every run."""
+    for name in _EXPECTED_WARNINGS:
+        logging.getLogger(name).addFilter(_is_unexpected)
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:

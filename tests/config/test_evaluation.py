@@ -17,6 +17,12 @@ def test_results_folder_defaults_to_model_folder(parse, tmp_path: Path) -> None:
     assert parse("eval", f"{MINIMAL}output_dir: out\n").folder == Path("out")
 
 
+def test_missing_model_is_the_only_problem(parse) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("eval", "tasks: [core]\n")
+    assert [problem.found for problem in caught.value.problems] == ["`model_name_or_path` is missing"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from huggingface_hub import errors as hub
+from huggingface_hub import utils as hub_progress
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import tokenization_auto
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -384,3 +386,16 @@ def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monk
     model = load_causal_lm(config_for(tiny_model_dir), "sdpa")
     assert model.config._commit_hash is None
     assert "_commit_hash" not in model.config.to_dict()
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_bars_of_loading_are_hidden_and_those_of_downloads_unchanged(tiny_model_dir: Path, is_shown: bool) -> None:
+    enable_progress_bar()
+    if not is_shown:
+        hub_progress.disable_progress_bars()
+    try:
+        load_causal_lm(config_for(tiny_model_dir), "eager")
+        assert not is_progress_bar_enabled()
+        assert hub_progress.are_progress_bars_disabled() is not is_shown
+    finally:
+        hub_progress.enable_progress_bars()

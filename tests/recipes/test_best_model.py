@@ -13,6 +13,7 @@ from tests.evaluation.conftest import write_tasks
 from tests.faults import recipe_runs
 from tests.rows import read_rows
 
+from recipes_lib.config.rules import METRICS
 from recipes_lib.report.overview import describe_result
 from recipes_lib.report.page import find_problems
 from recipes_lib.report.run_files import read_run
@@ -31,6 +32,11 @@ def read_curve(events: list[dict[str, Any]], figure: str) -> list[tuple[int, flo
     return [(event["step"], float(event[figure])) for event in events if event["kind"] == "eval"]
 
 
+def list_metrics(events: list[dict[str, Any]]) -> set[str]:
+    names = {name for event in events if event["kind"] == "eval" for name in event if name.startswith("eval_")}
+    return {name.removeprefix("eval_") for name in names}
+
+
 def hash_weights(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
@@ -39,6 +45,7 @@ def test_best_checkpoint_is_final_model_in_every_record(inputs: Path, tmp_path: 
     # The loss falls, so that the first checkpoint is the best one if more is better.
     keys = {"eval_steps": 2, "save_steps": 4, "max_steps": 12, "learning_rate": 1e-3, "greater_is_better": "true"}
     events = run(inputs, "dpo", tmp_path / "run", **keys)
+    assert list_metrics(events) == set(METRICS["pairs"])
     curve = dict(read_curve(events, "eval_loss"))
     best = 4
     assert curve[4] > curve[8] > curve[12]
@@ -64,7 +71,9 @@ def test_best_checkpoint_is_final_model_in_every_record(inputs: Path, tmp_path: 
 def test_lower_is_better_for_perplexity_and_bits_per_byte(inputs: Path, tmp_path: Path, name: str, figure: str) -> None:
     keys = {"eval_steps": 1, "save_steps": 1, "max_steps": 4, "metric_for_best_model": figure}
     keys |= {"lr_scheduler_type": None} if name == "pretrain" else {}
-    curve = read_curve(run(inputs, name, tmp_path, **keys), f"eval_{figure}")[1:]
+    events = run(inputs, name, tmp_path, **keys)
+    assert list_metrics(events) == set(METRICS["text"])
+    curve = read_curve(events, f"eval_{figure}")[1:]
     best = json.loads((tmp_path / "run.json").read_text())["best_model"]
     assert (best["best_step"], best["best"]) == min(curve, key=lambda point: point[1])
 

@@ -109,3 +109,8 @@ def test_unrecorded_configurations_are_not_called_equal(recipes, folders: list[P
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])
 def test_number_of_compared_runs_is_limited(recipes, folders: list[Path], names: list[str], tmp_path: Path) -> None:
     recipes("report", *(str(tmp_path / name) for name in names), "--compare", code=2)
+
+
+def test_output_without_comparison_is_refused(recipes, folders: list[Path], tmp_path: Path) -> None:
+    recipes("report", folders[0], "--output", tmp_path / "page.html", code=2)
+    assert not (folders[0] / "report.html").exists()

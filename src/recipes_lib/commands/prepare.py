@@ -131,21 +131,23 @@ def report(argv: Sequence[str]) -> None:
     """Write ``report.html`` of each run, ``index.html`` of a folder of runs, or a comparison of runs.
 
     Raises:
-        ConfigError: As ``write_comparison``.
+        ConfigError: As ``write_comparison``; or ``--output`` is given without ``--compare``.
         DataError: A folder holds no run.
     """
     about = "Write report.html of each run, index.html of a folder of runs or a pipeline, or a comparison of runs."
     parser = argparse.ArgumentParser(prog="recipes report", description=about, allow_abbrev=False)
     parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
     parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
-    text = "page of --compare, or a folder for it (default: %(default)s)"
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=text)
+    text = "page of --compare, or a folder for it (default: compare.html)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(argv)
     if options.compare:
         from recipes_lib.report.run_comparison import write_comparison
 
-        sys.stdout.write(f"{write_comparison(options.output_dir, options.output)}\n")
+        sys.stdout.write(f"{write_comparison(options.output_dir, options.output or Path('compare.html'))}\n")
         return
+    if options.output is not None:
+        raise ConfigError(Problem("--output", "has no effect without --compare", "add it, or delete this flag"))
     from recipes_lib.report.overview import write_overview
     from recipes_lib.report.page import build_report
     from recipes_lib.report.run_files import is_run

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     # The empty prefix selects all.
     checks = [check for check in listed if check.name.startswith(tuple(options.only or [""]))]
     if not checks:
-        remedy = f"choose of {', '.join(check.name for check in listed)}"
+        remedy = f"write one of {', '.join(check.name for check in listed)}"
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", remedy))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     with explain_write_errors(output, "name another --output"):

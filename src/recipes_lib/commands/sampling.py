@@ -281,8 +281,6 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
         ConfigError: As ``load_policy``, ``load_rewards`` and ``RowFile``.
         DataError: As ``load_prompt_data``.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from recipes_lib.data.store import compute_key
     from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.rl.collect import Collector
@@ -291,7 +289,6 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.trained_model import load_policy
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     launch, tokenizer, prompts, args, attention = _prepare(config)
     rewards = load_rewards(config.rewards, device=str(args.device))
     policy = load_policy(config, attention, args, launch)

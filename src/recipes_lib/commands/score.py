@@ -116,8 +116,6 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
         ConfigError: The model cannot be loaded; the rows already have columns of these names; as ``RowFile``.
         DataError: The rows cannot be read.
     """
-    from transformers.utils.logging import disable_progress_bar
-
     from recipes_lib.data.packed.encoding import collect_inputs
     from recipes_lib.data.sources.canonical import load_source
     from recipes_lib.data.sources.mixtures import list_entries
@@ -134,7 +132,6 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     names = {f"{columns.prefix}{answer}{name}" for answer in ("", "rejected_") for name in FIGURES}
     if first is not None and (taken := names & first.columns.keys()):
         raise ConfigError(Problem(first.where, f"already has a column `{min(taken)}`", "write a --prefix"))
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     scorer = load_row_scorer(config, read_launch())
     inputs = collect_inputs(config, {"train": source.fingerprint()})
     settings = [hash_weights(scorer.model), resolve_precision(config), scorer.length, *map(str, columns)]

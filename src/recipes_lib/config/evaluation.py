@@ -137,5 +137,5 @@ def _find_contradictions(config: EvalConfig, settings: Settings) -> Iterator[Pro
     if config.tokenizer_name_or_path is not None:
         where = settings.where("tokenizer_name_or_path")
         yield from check_reference(where, "tokenizer_name_or_path", config.tokenizer_name_or_path)
-    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
+    if name and config.output_dir is None and (config.base_url is not None or not is_local(name)):
         yield settings.problem("output_dir", "the model has no folder here for the results", "write output_dir: ...")

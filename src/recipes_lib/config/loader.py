@@ -8,6 +8,7 @@ import difflib
 import functools
 import json
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
+"""Maximum columns of ``--help``, also in a wider terminal."""
 _YAML: Final = (".yaml", ".yml")
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
@@ -86,10 +88,12 @@ def format_help(table: KeyTable) -> str:
         "  --help           print this, and exit",
     ]
     for group, about in table.groups.items():
-        lines += ["", f"{group}: {about}" if about else group]
+        lines += ["", *_wrap(f"{group}: {about}" if about else group, "")]
         for key in table.keys.values():
             if key.group == group:
-                lines += _format_help_entry(key, key.name in table.required)
+                default = f"default {json.dumps(key.default, ensure_ascii=False)}"
+                state = "required" if key.name in table.required else default
+                lines += [f"  --{key.name}", *_wrap(f"{key.help} ({describe(key.schema)}; {state})", " " * 6)]
     return "\n".join(lines)
 
 
@@ -293,11 +297,10 @@ def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> st
     return f"{line:<60}  # {provenance}{ours}"
 
 
-def _format_help_entry(key: Key, required: bool) -> list[str]:
-    default = "required" if required else f"default {json.dumps(key.default, ensure_ascii=False)}"
-    # Without the Markdown of the pages.
-    text = f"{key.help} ({describe(key.schema)}; {default})".replace("``", "`")
-    return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+def _wrap(text: str, indent: str) -> list[str]:
+    """Return the lines of a text of ``--help``, as wide as the terminal, without the Markdown of the pages."""
+    width = min(_HELP_WIDTH, shutil.get_terminal_size().columns)
+    return textwrap.wrap(text.replace("``", "`"), width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:

@@ -16,7 +16,7 @@ from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.config.table import describe, load_table
-from recipes_lib.errors import Problem
+from recipes_lib.errors import Problem, suggest
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Import path of a reward function or metric: ``module:name``."""
@@ -46,6 +46,8 @@ _NEEDED_OPTIONS: Final = {
 """Schedule of transformers -> options of ``lr_scheduler_kwargs``, of which it requires exactly one."""
 _TEXT_OPTIONS = frozenset({"mode", "threshold_mode", "warmup_type", "decay_type", "smooth"})
 """Options of ``lr_scheduler_kwargs`` that are no numbers."""
+METRICS: Final[Mapping[str, Sequence[str]]] = {kind: names.split() for kind, names in _TABLES["metrics"].items()}
+"""``text``, ``pairs`` and ``samples`` -> names of the metrics of an evaluation, without ``eval_``."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
@@ -375,10 +377,14 @@ def check_model(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
 
 
+def _has_held_out_data(settings: Settings) -> bool:
+    held_out = ("dataset_test_split", "test_split_size", "eval_datasets")
+    return any(settings.gives(key) or settings.broken(key) for key in held_out)
+
+
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
     """What follows the held-out loss has one; metrics are import paths; folders of tasks exist."""
-    held_out = ("dataset_test_split", "test_split_size", "eval_datasets")
-    has_data = any(settings.gives(key) or settings.broken(key) for key in held_out)
+    has_data = _has_held_out_data(settings)
     for key in ("save_strategy", "lr_scheduler_type"):
         follows = settings[key] in ("best", "reduce_lr_on_plateau", "greedy")
         if follows and (settings["eval_strategy"] == "no" or not has_data):
@@ -390,6 +396,27 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
     yield from check_folders("eval_tasks_include_path", settings)
+
+
+def check_best_metric(settings: Settings) -> Iterator[Problem]:
+    """Evaluations have the metric that selects the best model.
+
+    Names of user metrics and benchmark scores are unknown here; the first evaluation checks these.
+    """
+    name = (settings["metric_for_best_model"] or "").removeprefix("eval_")
+    known: list[str] = []
+    if _has_held_out_data(settings):
+        known = [*METRICS["pairs" if settings.table.recipe in ("reward", "dpo") else "text"], *METRICS["samples"]]
+    elif settings.gives("sample_prompts"):
+        known = [*METRICS["samples"]]
+    is_unknown = any(settings.gives(key) or settings.broken(key) for key in ("metrics", "eval_tasks"))
+    if not name or not known or is_unknown or name in known:
+        return
+    # Each of several held-out sets has metrics of its own, such as `web_loss`.
+    has_sets = settings.gives("eval_datasets") or settings.gives("dataset_mixture")
+    if not has_sets or not name.endswith(tuple(f"_{metric}" for metric in known)):
+        remedy = suggest(name, known, f"write one of {', '.join(known)}")
+        yield settings.problem("metric_for_best_model", f"evaluations have no metric `{name}`", remedy)
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
@@ -461,6 +488,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_model,
     check_schedule,
     check_evaluation,
+    check_best_metric,
     check_best_model,
     check_kept,
     check_paths,

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.demo.stdlib_texts import (
     QUESTIONS,
@@ -31,6 +30,7 @@ from recipes_lib.demo.stdlib_texts import (
 )
 from recipes_lib.errors import EXIT_DONE
 from recipes_lib.files import explain_write_errors, read_lines, read_record
+from recipes_lib.models.loading import hide_progress_bars
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.pipelines.runner import run_pipeline
@@ -169,7 +169,7 @@ def run_demo(file: Path, output_dir: Path) -> int:
         DataError: This Python has no sources of its standard library.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    hide_progress_bars()
     started = time.perf_counter()
 
     def announce(purpose: str) -> None:

@@ -21,6 +21,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    enable_progress_bars,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,6 +38,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
+from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
@@ -205,6 +210,15 @@ def load_causal_lm(
         options["distributed_config"] = distribution
     model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model
+
+
+def hide_progress_bars() -> None:
+    """Hide transformers' progress bars of loading and saving, one per process; those of downloads are kept."""
+    has_downloads = not are_progress_bars_disabled()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    # Upstream hides those of the Hub too, without which a download of minutes looks like a hang.
+    if has_downloads:
+        enable_progress_bars()
 
 
 def verify_unsharded(name: str) -> None:
@@ -421,7 +435,8 @@ def explained(key: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Suppress transformers' report of missing and unexpected weights, which the caller checks."""
+    """Suppress transformers' bars, and its report of missing and unexpected weights, which the caller checks."""
+    hide_progress_bars()
     loader = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -161,10 +161,10 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
 
 
 def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
-    low, high = verdict["accuracy_low"], verdict["accuracy_high"]
+    interval = f"95 %: {verdict['accuracy_low']:.1%} to {verdict['accuracy_high']:.1%}, a tie is half a win"
     longer = verdict["length"]["longer_wins_accuracy"]
     return [
-        KeyFigure("Accuracy of the reward", f"{verdict['accuracy']:.1%}", f"95 %: {low:.1%} to {high:.1%}"),
+        KeyFigure("Accuracy of the reward", f"{verdict['accuracy']:.1%}", interval),
         KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance"),
         KeyFigure("Length baseline", f"{longer:.1%}", "accuracy of preferring the longer answer"),
         KeyFigure(

@@ -20,7 +20,6 @@ from typing import Any, Final, TextIO
 import numpy as np
 import torch
 from torch._C import _error_if_any_worker_fails
-from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
@@ -40,7 +39,7 @@ from recipes_lib.errors import (
 )
 from recipes_lib.files import LOCK_FILE, is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
-from recipes_lib.models.loading import find_commit, find_model_folder
+from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
@@ -275,8 +274,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     effective = flatten_config(config)
     config = _choose_device(config, launch)
     verify_optimizer(config)
-    # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    # They would interrupt the progress line.
+    hide_progress_bars()
     # Absolute, because a reward function or callback may change the working directory.
     output_dir = _open(Path(config.training["output_dir"]).absolute(), launch)
     config = config.with_training({"output_dir": str(output_dir)})

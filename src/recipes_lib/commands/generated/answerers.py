@@ -40,11 +40,8 @@ def load_answerer(
     """
     if place is not None:
         return _build_endpoint(settings, place, settings.max_new_tokens, settings.temperature, settings.request_fields)
-    from transformers.utils.logging import disable_progress_bar
-
     from recipes_lib.evaluation.answering import load_local_model
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     names = ("max_new_tokens", "temperature", "seed", "batch_size", "use_cpu")
     return load_local_model(named, start=start, **{name: getattr(settings, name) for name in names})
 

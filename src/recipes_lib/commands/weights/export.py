@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
     if options.output.suffix == ".gguf" and not options.gguf:
         remedy = "add `--gguf f16`, or another type; or name a folder"
         raise ConfigError(Problem(str(options.output), "is the name of a GGUF file, and --gguf is missing", remedy))
-    from transformers.utils.logging import disable_progress_bar
+    from recipes_lib.models.loading import hide_progress_bars
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    hide_progress_bars()
     if options.gguf:
         export_gguf(options.checkpoint, options.output, options.gguf, options.llama_cpp)
         size = options.output.stat().st_size

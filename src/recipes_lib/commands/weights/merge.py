@@ -40,13 +40,10 @@ def main(argv: Sequence[str]) -> None:
     settings = _read_adapter(options.adapter)
     if not (options.base or settings.get("base_model_name_or_path")):
         raise ConfigError(Problem("--base", f"{options.adapter} names no base model", "add --base, a folder or Hub id"))
-    from transformers.utils.logging import disable_progress_bar
-
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.publish.card import write_merge_card
     from recipes_lib.publish.merging import merge, plan_merge
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     base = ModelConfig(
         model_name_or_path=options.base or settings.get("base_model_name_or_path"),
         model_revision=None if options.base else settings["revision"],

@@ -23,12 +23,9 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, or the teacher cannot be loaded or pruned; then nothing is written.
     """
     options = _parse(argv)
-    from transformers.utils.logging import disable_progress_bar
-
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
     from recipes_lib.models.structure import map_layers, prune_layers, verify_copy
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     teacher = ModelConfig(model_name_or_path=options.teacher, model_revision=options.revision, dtype="auto")
     with reported_at("--teacher"):
         tokenizer = load_tokenizer(teacher, TokensConfig())

@@ -14,6 +14,7 @@ import datasets
 import evaluate
 from evaluate import Metric
 
+from recipes_lib.config.rules import METRICS
 from recipes_lib.config.values import read_constants
 from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, Problem, UserError
@@ -22,10 +23,7 @@ _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
 """Former module path -> present one, for configurations of earlier versions."""
 
-RESERVED: Final = frozenset(
-    {"loss", "perplexity", "token_accuracy", "bits_per_byte", "num_target_tokens", "seconds"}
-    | {"stop_rate", "mean_sample_tokens"}
-)
+RESERVED: Final = frozenset([*METRICS["text"], *METRICS["samples"]])
 """Metrics of every evaluation, which a user's metric would replace."""
 
 _WORD = re.compile(r"\w+")
