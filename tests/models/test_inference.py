@@ -145,6 +145,32 @@ def test_rounding_error_is_that_of_coarser_dtype(monkeypatch):
     assert [find_rounding_error(whole), find_rounding_error(half)] == [2**-10, 2**-7]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_measured_rounding_is_that_of_every_embedding_with_alternating_sign(tiny_model_dir, dtype):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=dtype)
+    embed, ids, seen = model.get_input_embeddings(), torch.arange(1, 9), []
+
+    def compute():
+        seen.append(embed(ids).detach())
+        return seen[-1]
+
+    rounding = measure_rounding(model, compute, plain := compute())
+    change = (seen[-1] - plain).double()
+    assert rounding == 2 * change.abs().max()
+    signs = torch.tensor([1, -1]).repeat(plain.shape[-1] // 2)
+    # Half an eps, rounded to the dtype; at powers of two it may be rounded to 0. Values below 1e-3 are subnormal.
+    relative = (signs * change / plain.double())[plain.abs() > 1e-3] / torch.finfo(dtype).eps
+    assert relative.min() >= 0
+    assert relative.max() <= 1
+    assert (relative >= 0.5).double().mean() > 0.9
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_measured_rounding_is_0_if_the_measurement_overflows(tiny_model_dir, value):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert measure_rounding(model, lambda: torch.tensor([0.0, value]), torch.zeros(2)) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_measured_rounding_bounds_another_kernel_and_no_fault(dtype):
     model = build_deep_model(dtype)

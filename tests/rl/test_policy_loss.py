@@ -88,9 +88,10 @@ def test_policy_metrics_are_sums_over_tokens():
 )
 def test_importance_weights_are_bounded_and_detached(keys, expected):
     objective = PolicyObjective(**{f"vllm_importance_sampling_{name}": value for name, value in keys.items()})
-    logps = tensor([*np.log([4 / 3, 3.0, 0.25]), 5.0]).requires_grad_()
-    weights = compute_importance_weights(logps, torch.zeros_like(logps), mask((1, 1, 1, 0)), objective)
-    torch.testing.assert_close(weights, tensor([*expected, 0.0]), rtol=0, atol=1e-9)
+    logps = tensor([*np.log([4 / 3, 3.0, 0.25]), 5.0], [9.0] * 4).requires_grad_()
+    weights = compute_importance_weights(logps, torch.zeros_like(logps), mask((1, 1, 1, 0), (1, 1, 1, 1)), objective)
+    # The other answer of the batch does not change them.
+    torch.testing.assert_close(weights[:1], tensor([*expected, 0.0]), rtol=0, atol=1e-9)
     assert not weights.requires_grad
 
 

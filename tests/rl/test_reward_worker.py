@@ -37,6 +37,7 @@ def test_answers_are_scored_in_one_separate_process():
     [
         ("hang", "it took more than 0.5 s"),
         ("raise", "ValueError: no number"),
+        ("exit", "SystemExit: 0"),
         ("kill", "its process ended with -9"),
         ("unpicklable", "Error: "),
     ],

@@ -245,7 +245,7 @@ def main(path: str, descriptor: int) -> None:
         try:
             _seed(seed)
             connection.send((True, call(function, given)))
-        except Exception as error:  # The function is the user's; an unpicklable result is reported, too.
+        except (Exception, SystemExit) as error:  # The function is the user's; an unpicklable result is reported, too.
             connection.send((False, describe_error(function, error)))
 
 

@@ -226,6 +226,17 @@ def test_rounding_of_a_deep_policy_is_no_difference_from_its_reference(
         assert [line for line in recorder.lines if "policy and reference agree" in line]
 
 
+def test_rounding_is_measured_before_the_activations_of_the_first_step(start, tmp_path):
+    """Beside them, the peak of memory would be above that of later steps."""
+    model_dir, setting = start["full"]
+    trainer, _ = make_pair_trainer(model_dir, tmp_path / "run", make_pairs(), setting=setting, max_steps=1)
+    trainer.remove_callback(StartChecks)  # Its passes precede the step.
+    has_graph = []
+    trainer.model.model.register_forward_hook(lambda *_: has_graph.append(torch.is_grad_enabled()))
+    trainer.train()
+    assert has_graph == [False, False, True]
+
+
 def scale_reference(trainer, monkeypatch):
     trainer.objective.reference.lm_head.weight.data.mul_(1.01)
 

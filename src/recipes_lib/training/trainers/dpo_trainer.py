@@ -274,9 +274,11 @@ class DPOTrainer(PairTrainer):
 
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch of pairs; verify with the first one of a run that the policy equals its reference."""
+        # Before the scores, because their activations stay in memory until the backward pass.
+        rounding = None if self._has_first_scores else self._measure(model, batch)
         scores = self.objective.score(model, batch, self._mean_chosen_tokens)
-        if not self._has_first_scores:
-            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, self._measure(model, batch)))
+        if rounding is not None:
+            self.observer.progress.say(verify_first_scores(self.objective, scores, batch, rounding))
             self._has_first_scores = True
         return scores
 
