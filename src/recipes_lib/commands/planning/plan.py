@@ -15,12 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from recipes_lib.commands.planning.plan_rollouts import describe_engine, describe_iteration, search_rollouts
-from recipes_lib.commands.planning.plan_search import REPLICATED_OR_SHARDED, PlannedRun, search_plan
+from recipes_lib.commands.planning.plan_search import (
+    REPLICATED_OR_SHARDED,
+    PlannedRun,
+    add_server,
+    describe_engine,
+    plan_iteration,
+    search_plan,
+    search_rollouts,
+)
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -31,6 +38,7 @@ from recipes_lib.planning.compute import (
     TOKENS_PER_PARAMETER,
     ModelSize,
     compute_flops_per_token,
+    compute_hours,
     compute_model_size,
     compute_training_flops,
     count_step,
@@ -41,11 +49,12 @@ from recipes_lib.planning.devices import choose_device, find_efficiency, find_pe
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+from recipes_lib.planning.pretraining import PretrainingPlan, count_run_tokens, plan_pretraining
+from recipes_lib.planning.rollouts import list_readers
 from recipes_lib.planning.schedule import Schedule, compute_steps, list_quarters
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
@@ -53,6 +62,8 @@ CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
+_ITERATIONS: Final = 1_000
+"""Iterations for which hours are given if the length of the run depends on its data."""
 
 
 def run(
@@ -114,7 +125,7 @@ def _describe(run: PlannedRun, num_processes: int, layout: Layout, hardware: Har
     elif run.config.recipe not in RL_RECIPES:
         yield from _describe_step(run, num_processes, hardware)
     elif hardware:
-        yield from describe_iteration(run, layout, hardware)
+        yield from _describe_iteration(run, layout, hardware)
 
 
 def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int, memory: float) -> None:
@@ -266,6 +277,32 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
 
 
+def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> Iterator[Row]:
+    """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
+
+    Raises:
+        ConfigError: The answers of an iteration do not divide into batches.
+    """
+    config, device = run.config, hardware.device
+    one, schedule = plan_iteration(config, run.model_config, layout, device, hardware.peak, hardware.mfu)
+    answers = schedule.answers_per_iteration
+    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"
+    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
+    yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
+    yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
+    yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
+    yield "time", f"{one.seconds:.3g} s an iteration, an estimate for {layout.launch_file}"
+    is_known = config.read("max_steps") > 0
+    number = schedule.num_iterations if is_known else _ITERATIONS
+    hours = one.seconds * number / 3600
+    yield "", f"{hours:.1f} hours for {number:,} iterations"
+    billed, of = add_server(config, hardware), "" if is_known else f" for {number:,} iterations"
+    if billed.num_gpus > hardware.num_gpus:
+        of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
+    yield from billed.describe_bill(hours, of)
+
+
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
     """Return a bar chart as ``height`` lines of block characters, one column per value, scaled to the largest.
 
@@ -387,3 +424,51 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
     steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
     rates = float(config.training["learning_rate"]) * schedule.factors(steps)
     draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())
+
+
+class StagePlan(NamedTuple):
+    """Estimate for a stage: number of GPUs, peak bytes of GPU memory on each, hours; ``None`` where unknown."""
+
+    num_gpus: int
+    memory: int | None = None
+    hours: float | None = None
+
+
+def plan_stage(
+    config: RecipeConfig, launch_file: str, gpu: str, num_processes: int | None, shape: Path | None
+) -> StagePlan:
+    """Return the estimate for a stage of a pipeline.
+
+    Args:
+        config: Configuration of the stage.
+        launch_file: Name or path of its launch file; empty for a single process.
+        gpu: Name of the GPU.
+        num_processes: Processes, if the launch file is for several; ``None``: the number in the launch file.
+        shape: Folder for the configuration of the model, from which later stages are planned; ``None`` to omit it.
+
+    Raises:
+        ConfigError: The model's configuration cannot be loaded, or the GPU or its peak is unknown.
+    """
+    file = find_launch_file(launch_file) if launch_file else None
+    is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
+    launch = plan_launch(file, None if is_alone else num_processes)
+    model_config = find_planned_model(config)
+    if shape is not None:
+        model_config.save_pretrained(shape)
+    num_steps, gpus, is_rl = config.read("max_steps"), launch.world_size, config.recipe in RL_RECIPES
+    if config.tokens.max_length is None and not is_rl:
+        return StagePlan(gpus)
+    layout = build_layout(launch, launch_file or "single_gpu", config.read("gradient_accumulation_steps"))
+    plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
+    config, hours = resolve_checkpointing(config, plan), None
+    peak, mfu = find_peak(gpu, config), find_efficiency(config)[0]
+    if not is_rl:
+        step = count_step(config, model_config, launch.data_size)
+        is_pretraining = config.recipe == "pretrain"
+        tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
+        if tokens is not None and tokens > 0:
+            hours = compute_hours(step.num_flops * tokens / step.num_tokens, gpus, peak, mfu)
+    elif num_steps > 0:
+        one, schedule = plan_iteration(config, model_config, layout, choose_device(gpu), peak, mfu)
+        hours = one.seconds * schedule.num_iterations / 3600
+    return StagePlan(gpus, plan.peak, hours)

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +25,15 @@ from recipes_lib.files import explain_write_errors, replace_text
 from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
-from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.planning.devices import Device
+from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
+from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration
 from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
 from recipes_lib.report.overview import format_rows
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -46,6 +50,8 @@ REPLICATED_OR_SHARDED: Final = ("single_gpu", "ddp", "fsdp2")
 """Launch files that are planned if none is named: that of one GPU, or those of several."""
 _HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
 """Columns of the table; ``rows``: micro-batch size x gradient accumulation of a data-parallel process."""
+_MANY_PROMPTS: Final = 1_000_000_000
+"""Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,87 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
         return
     yield "time", f"{hours:,.1f} hours for {steps:,} steps"
     yield from hardware.describe_bill(hours)
+
+
+def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, list[Row]]:
+    """Return the memory plan of the layout with the fastest iteration, and rows about all layouts and its launch.
+
+    Raises:
+        ConfigError: The run fits in no layout, with the smallest change that would fit; no layout supports the recipe;
+            or as ``verify_limits``.
+    """
+    config, model_config, device = run.config, run.model_config, hardware.device
+    starts, refused = list_starts(model_config, hardware.num_gpus)
+    tried, timed, verdicts = list[MemoryPlan](), list[tuple[float, MemoryPlan]](), list[str]()
+    num_iterations = 0
+    for layout, start in starts.items():
+        if not is_supported(config, start, refused):
+            continue
+        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
+        tried.append(plan)
+        verdict = "does not fit"
+        if plan.fits(device.memory):
+            settled = resolve_checkpointing(config, plan)
+            mfu = hardware.adapt_to(settled).mfu
+            one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
+            # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
+            num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
+            # Rounded as printed, so that layouts that print equal times count as equal.
+            seconds = float(f"{one.seconds:.3g}")
+            timed.append((seconds, plan))
+            verdict = f"{seconds:g} s"
+        verdicts.append(f"{start.name} {plan.peak / 1e9:.1f} GB, {verdict}")
+    if not tried:
+        raise ConfigError(*refused.values())
+    if not timed:
+        least = min(tried, key=attrgetter("peak"))
+        if least.peak > device.memory:
+            raise ConfigError(describe_misfit(run, hardware, least.peak / 1e9))
+        raise ConfigError(describe_engine("--gpus", least, run.options.gpus))
+    # `min` takes the first of equals, which shards least.
+    seconds, best = min(timed, key=itemgetter(0))
+    start = starts[best.layout]
+    verify_limits(run.options, seconds * num_iterations / 3600, add_server(config, hardware))
+    if run.options.write:
+        keys = list_keys(best.checkpointing) if best.choices else {}
+        write_plan(run.options.write, run.flags, keys, best.layout, start)
+    return best, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(start, best.layout))]
+
+
+def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
+    """Return the problem of a plan that fits the GPU, but whose colocated engine does not fit its share."""
+    found = f"vLLM's weights and one answer do not fit its {plan.engine_share:.0%} of {gpu}"
+    return Problem(flag, found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
+
+
+def add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
+    """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
+    is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
+    return dataclasses.replace(hardware, num_gpus=2 * hardware.num_gpus) if is_server else hardware
+
+
+def plan_iteration(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, device: Device, peak: float, mfu: float
+) -> tuple[Iteration, RolloutSchedule]:
+    """Return the estimate of an iteration of reinforcement learning, and the schedule of the run.
+
+    Args:
+        config: Configuration of the run; without ``max_steps``, ``num_iterations`` of the schedule is meaningless.
+        model_config: Configuration of the policy.
+        layout: Parallel layout of the processes.
+        device: GPU of each process.
+        peak: Peak FLOP/s of the GPU.
+        mfu: Model FLOPs utilisation, as for ``estimate_iteration``.
+
+    Raises:
+        ConfigError: The answers of an iteration do not divide into batches.
+    """
+    if config.recipe == "ppo":
+        schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    else:
+        schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    answers, passes = schedule.answers_per_iteration, schedule.update_epochs
+    return estimate_iteration(config, model_config, answers, passes, layout, device, peak, mfu), schedule
 
 
 def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequence[Problem]:
