@@ -16,10 +16,10 @@ if __name__ == "__main__":
 
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.planning.schedule import plan_groups
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.rollout_schedule import compute_group_schedule
 from recipes_lib.rl.state import build_exporter
 from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
@@ -31,12 +31,12 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 def main(run: Run) -> None:
     """Train ``config.model`` on groups of sampled answers to the prompts of ``config.data``."""
     config = run.config
-    # Prompts, and their share of each generation.
+    # Prompts, and the answers to them that are sampled with the same weights.
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer, local_rank=run.launch.local_rank)
     load_verified_config(config, tokenizer, prompts.max_length)
-    plan = plan_groups(len(prompts.train), config, run.launch.world_size)
-    run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
+    schedule = compute_group_schedule(len(prompts.train), config, run.launch.world_size)
+    run.record(data=prompts.record, answers_per_generation=schedule.answers_per_iteration)
     args = build_training_arguments(config, run.launch, has_eval=True)
 
     # The mean reward of a prompt's answers replaces a critic.

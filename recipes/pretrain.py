@@ -19,7 +19,7 @@ from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.planning.pretraining import count_run_tokens
+from recipes_lib.planning.schedule import count_run_tokens
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.forgetting.weight_penalty import load_penalty

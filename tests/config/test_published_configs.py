@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.architecture import build_model_config
-from recipes_lib.planning.pretraining import plan_pretraining
-from recipes_lib.planning.schedule import Schedule
+from recipes_lib.planning.schedule import Schedule, plan_pretraining
 
 CONFIGS = ROOT / "recipes" / "configs"
 BATCH = re.compile(

@@ -14,8 +14,8 @@ from recipes_lib.planning.devices import (
     choose_device,
     find_device,
     find_efficiency,
-    find_peak,
     peak_flops,
+    verify_peak,
 )
 
 
@@ -54,10 +54,11 @@ def test_other_names_are_no_known_gpu(name: str) -> None:
 def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expected) -> None:
     config = build_config(dtype=dtype, **training)
     if isinstance(expected, float):
-        assert find_peak(name, config) == expected
+        verify_peak(device := choose_device(name), config)
+        assert device.flops == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            find_peak(name, config)
+            verify_peak(choose_device(name), config)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from recipes_lib.losses.distillation import DistillationTargets, Objective, Teac
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.structure import freeze_outside_text
-from recipes_lib.planning import memory
+from recipes_lib.planning import activations, compute, memory
 from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.planning.memory import (
     count_kept,
@@ -82,7 +82,7 @@ def test_critic_start_has_revision_of_named_model(build) -> None:
 
 def test_critic_is_planned_with_revision_of_reward_model(build, tiny_model_dir, monkeypatch) -> None:
     revisions = []
-    monkeypatch.setattr(memory, "find_shape", lambda model: revisions.append(model.model_revision) or small)
+    monkeypatch.setattr(compute, "find_shape", lambda model: revisions.append(model.model_revision) or small)
     small = AutoConfig.from_pretrained(tiny_model_dir)
     keys = {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b", "response_length": 8}
     monkeypatch.setattr(memory, "find_adapter", lambda *_: None)
@@ -304,16 +304,13 @@ def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -
     assert max(whole) > 1.05 * min(whole)
 
 
-def test_equal_activations_are_counted_once_in_bounded_cache(build, tiny_model_dir, monkeypatch) -> None:
+def test_equal_activations_are_counted_once(build, tiny_model_dir, monkeypatch) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
     monkeypatch.setattr(memory, "_COUNTED", {})
-    monkeypatch.setattr(memory, "_MAX_COUNTED", 2)
     # The placement of replicated weights makes no difference.
     for layout, expected in ((SINGLE, 1), (REPLICATED, 1), (SINGLE, 1), (SHARDED, 2)):
         count_kept(build("sft"), model_config, layout)
         assert len(memory._COUNTED) == expected
-    count_kept(build("sft", per_device_train_batch_size=1), model_config, SINGLE)
-    assert len(memory._COUNTED) == 1
 
 
 def test_preference_pair_counts_as_two_rows(count) -> None:
@@ -489,8 +486,10 @@ def test_sequential_scan_is_counted_from_few_tokens(build, monkeypatch) -> None:
     """Equal to the count of all tokens, which would take minutes for long rows."""
     config, model = build("sft", max_length=50), MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)
     passes = []
-    count_activations = memory.count_activations
-    monkeypatch.setattr(memory, "count_activations", lambda *sizes: passes.append(sizes) or count_activations(*sizes))
+    count_activations = activations.count_activations
+    monkeypatch.setattr(
+        activations, "count_activations", lambda *sizes: passes.append(sizes) or count_activations(*sizes)
+    )
     monkeypatch.setattr(memory, "_COUNTED", {})
     found = count_kept(config, model, SINGLE)
     assert [length for _, _, length, _ in passes] == [16, 32]

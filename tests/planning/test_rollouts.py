@@ -38,7 +38,7 @@ def estimate(
         "per_device_eval_batch_size": 32,
     }
     config = build_config(recipe, **defaults | {"activation_checkpointing": False} | keys)
-    return estimate_iteration(config, shape, answers, passes, layout or Layout("ddp", gpus), device, 989e12, 0.3)
+    return estimate_iteration(config, shape, answers, passes, layout or Layout("ddp", gpus), device, 0.3)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, EXPERTS])

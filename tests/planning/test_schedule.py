@@ -1,4 +1,4 @@
-"""Learning-rate schedules, compared with closed forms and transformers at every step."""
+"""Learning-rate schedules, compared with closed forms and transformers at every step; plans of pretraining."""
 
 import functools
 import math
@@ -9,11 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.planning.runs import build_config
 from torch.optim.lr_scheduler import LambdaLR
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.schedule import agree_until, build_schedule, compute_learning_rates, compute_row_starts
+from recipes_lib.planning.schedule import (
+    agree_until,
+    build_schedule,
+    compute_learning_rates,
+    compute_row_starts,
+    count_run_tokens,
+    plan_pretraining,
+)
 
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
 
@@ -268,3 +277,40 @@ def test_warmup_and_decay_as_long_as_run_are_accepted():
     assert build("warmup_stable_decay", decay_steps=STEPS - WARMUP).first_decay_step == WARMUP
     assert build("linear", warmup_steps=STEPS).factors([STEPS - 1, STEPS]) == pytest.approx([1.0, 0.1])
     assert build("cosine", 1, warmup_steps=0.01)(0) == 1
+
+
+# Plans of pretraining runs.
+
+
+def build_run(**keys):
+    defaults = {"max_length": 128, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    return build_config("pretrain", **defaults | keys)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_length_in_steps_tokens_and_epochs_gives_same_plan(world_size) -> None:
+    batch = 2 * 4 * world_size * 128
+    by_steps = plan_pretraining(build_run(max_steps=10), world_size)
+    by_tokens = plan_pretraining(build_run(max_tokens=10 * batch), world_size)
+    by_epochs = plan_pretraining(build_run(num_train_epochs=2.5), world_size, num_windows=10 * batch // 128 // 5 * 2)
+    for plan in (by_steps, by_tokens, by_epochs):
+        assert (plan.num_steps, plan.num_tokens, plan.num_rows) == (10, 10 * batch, 10 * batch // 128)
+        assert (plan.rows_per_micro_step, plan.rows_per_step) == (2 * world_size, 8 * world_size)
+        assert (plan.row_starts == by_steps.row_starts).all()
+    for length in ({"max_steps": 10}, {"max_tokens": 10 * batch}):
+        assert count_run_tokens(build_run(**length), world_size) == 10 * batch
+    assert plan_pretraining(build_run(max_tokens=10 * batch + 1), world_size).num_steps == 11
+    assert count_run_tokens(build_run(num_train_epochs=3), world_size) is None
+
+
+def test_phases_start_at_whole_rows() -> None:
+    mixture = "--dataset_mixture=[{name: a/b}, {name: c/d}]"
+    curriculum = "--dataset_curriculum=[{start_tokens: 0, weights: [1, 0]}, {start_tokens: 129, weights: [1, 3]}]"
+    keys = ["--model_name_or_path=a/b", "--output_dir=o", "--max_length=128", "--max_steps=9", mixture, curriculum]
+    plan = plan_pretraining(load_config("pretrain", keys), 1)
+    assert plan.phases == [(0, [1, 0]), (2, [1, 3])]
+
+
+def test_schedule_longer_than_run_raises() -> None:
+    with pytest.raises(ConfigError, match="longer than the run"):
+        plan_pretraining(build_run(max_tokens=1024, warmup_tokens=1000, lr_scheduler_type="warmup_stable_decay"), 1)

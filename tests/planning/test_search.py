@@ -37,7 +37,7 @@ def find(tiny_model_dir: Path):
     def find(memory: float, rows: int = 8, layouts: Sequence[Layout] = (REPLICATED, SHARDED)) -> list[Candidate]:
         device: Device = dataclasses.replace(choose_device("H100"), memory=memory)
         config, model = build(tiny_model_dir), AutoConfig.from_pretrained(tiny_model_dir)
-        return search(config, model, layouts, rows, device, 989e12)
+        return search(config, model, layouts, rows, device)
 
     return find
 
@@ -162,7 +162,7 @@ def test_traffic_of_model_parallelism_matches_closed_forms(tiny_model_dir: Path,
 def test_pipeline_bubble_is_added_to_compute(tiny_model_dir: Path) -> None:
     config, model = build(tiny_model_dir, "pretrain"), AutoConfig.from_pretrained(tiny_model_dir)
     layouts = [Layout("ddp", pipeline_stages=2, in_flight=2)]
-    found = search(config, model, layouts, 8, choose_device("H100"), 989e12)
+    found = search(config, model, layouts, 8, choose_device("H100"))
     for one in found:
         share = one.costs["bubble"] / one.costs["compute"]
         assert share == pytest.approx(1 / one.keys["gradient_accumulation_steps"])
@@ -179,7 +179,7 @@ def test_long_sequence_fits_only_with_context_parallelism(tiny_model_dir: Path) 
     shards = Held(8, 8, 8)
     layouts = [Layout("fsdp2", 8, shards), Layout("fsdp2_cp", 1, shards, context=8, gathers_keys=True)]
     config = build(tiny_model_dir, max_length=524_288)
-    found = search(config, LLAMA, layouts, 8, choose_device("H100"), 989e12)
+    found = search(config, LLAMA, layouts, 8, choose_device("H100"))
     best = {one.layout.launch_file: one for one in reversed(found)}
     assert found[0].layout.launch_file == "fsdp2_cp"
     assert best["fsdp2_cp"].fits
@@ -189,7 +189,7 @@ def test_long_sequence_fits_only_with_context_parallelism(tiny_model_dir: Path) 
 def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> None:
     """Two rows per step on eight GPUs: only tensor-parallel groups of four can divide them."""
     layouts = [Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2_tp", 2, Held(2, 2, 2), tensor=4)]
-    found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"), 989e12)
+    found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"))
     assert {one.layout.launch_file for one in found} == {"fsdp2_tp"}
     assert found[0].fits
 
@@ -208,5 +208,5 @@ def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:
     def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
         return layout is SHARDED and not keys["torch_compile"]
 
-    found = search(config, model, [REPLICATED, SHARDED], 8, choose_device("H100"), 989e12, is_supported=is_supported)
+    found = search(config, model, [REPLICATED, SHARDED], 8, choose_device("H100"), is_supported=is_supported)
     assert {(one.layout, one.keys["torch_compile"]) for one in found} == {(SHARDED, False)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.planning.runs import build_config
 from transformers import IntervalStrategy
+from trl.trainer.utils import RepeatSampler
 
 from recipes_lib.config.schema import CriticConfig, PPOConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.rollout_schedule import Stream, choose_prompts, compute_schedule
+from recipes_lib.rl.rollout_schedule import Stream, choose_prompts, compute_group_schedule, compute_schedule
 
 TRAINING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2.0}
 
@@ -90,3 +94,45 @@ def test_random_streams_do_not_collide():
     names = [[stream, number] for stream in (Stream.PROMPT, Stream.ANSWER) for number in range(20)]
     names += [[Stream.MINIBATCH, iteration, epoch] for iteration in range(20) for epoch in range(3)]
     assert len({np.random.default_rng([7, *name]).random() for name in names}) == len(names)
+
+
+load = partial(build_config, reward_funcs="[a.b:c]")
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "world_size", "keys"),
+    [
+        (100, 1, {"num_generations": 4}),
+        (101, 2, {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}),
+        (50, 1, {"num_generations": 2, "steps_per_generation": 4, "num_iterations": 3, "num_train_epochs": 2}),
+    ],
+)
+def test_steps_match_trl_sampler(num_prompts, world_size, keys):
+    plan = compute_group_schedule(num_prompts, load("grpo", **keys), world_size)
+    accumulation = keys.get("gradient_accumulation_steps", 1)
+    steps = keys.get("steps_per_generation", accumulation)
+    batch_size = keys.get("per_device_train_batch_size", 8)
+    answers = batch_size * steps * world_size
+    assert plan.answers_per_iteration == answers
+    assert plan.group == keys["num_generations"]
+    sampler = RepeatSampler(
+        range(num_prompts),
+        mini_repeat_count=keys["num_generations"],
+        batch_size=answers // keys["num_generations"],
+        repeat_count=keys.get("num_iterations", 1) * steps,
+    )
+    num_batches = len(list(sampler)) // answers
+    assert plan.num_steps == math.ceil(num_batches / accumulation) * keys.get("num_train_epochs", 1)
+
+
+def test_default_group_sizes_match_trl():
+    assert compute_group_schedule(100, load("rloo"), 1).group == 2
+    assert compute_group_schedule(100, load("grpo"), 1).group == 8
+
+
+def test_indivisible_answers_and_too_few_prompts_raise():
+    with pytest.raises(ConfigError, match="8 answers at a time are not divisible into groups of num_generations 3"):
+        compute_group_schedule(100, load("rloo", num_generations=3), 1)
+    assert compute_group_schedule(100, load("rloo", num_generations=3), 3).answers_per_iteration == 24
+    with pytest.raises(ConfigError, match="3 prompts are fewer than the 4"):
+        compute_group_schedule(3, load("rloo"), 1)

@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from recipes_lib.cli import COMMANDS
 from recipes_lib.commands.job import CLUSTERS, add_cloud_flags, add_machine_flags, submit_stages
+from recipes_lib.commands.planning.flags import add_flags, find_problems
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
@@ -33,8 +34,6 @@ _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
 _OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume", "gpu")
 """Flags that describe the machines of an executor."""
-_OF_ESTIMATES = ("keys", "num_processes", "device_hour_price")
-"""Flags of ``--check`` and ``--plan``."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,13 +42,12 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The pipeline file, one of its stages or a flag is invalid.
     """
-    parser = _build_parser()
-    options = parser.parse_args(list(argv))
-    if options.only is not None and (options.first is not None or options.last is not None):
-        raise ConfigError(Problem("--only", "excludes --from and --until", "write one or the other"))
+    options = _build_parser().parse_args(list(argv))
+    if problems := list(find_problems("run", options)):
+        raise ConfigError(*problems)
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     # Not `or`: an empty name, of an unset shell variable, would select all stages.
-    ends = (options.only if name is None else name for name in (options.first, options.last))
+    ends = (options.only if name is None else name for name in (getattr(options, "from"), options.until))
     chosen = choose_stages(pipeline, *ends)
     if problems := list(_find_unknown_commands(pipeline)):
         raise ConfigError(*problems)
@@ -65,15 +63,13 @@ def main(argv: Sequence[str]) -> int:
         count = len(pipeline.stages)
         sys.stdout.write(f"{count} stage{'s' * (count != 1)}, ready to run\n")
         return EXIT_DONE
-    is_local = options.executor == "local"
-    others = (*_OF_ESTIMATES, *(_OF_EXECUTORS if is_local else ()))
-    if unused := [flag for flag in others if getattr(options, flag) != parser.get_default(flag)]:
-        found = f"has no effect on stages that run {'here' if is_local else f'by {options.executor}'}"
-        raise ConfigError(Problem(f"--{unused[0]}", found, "add --check, --plan or --executor, or remove it"))
-    if not is_local:
+    if options.executor != "local":
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
+    if unused := [flag for flag in _OF_EXECUTORS if getattr(options, flag) not in (None, 1)]:
+        found = "has no effect on stages that run here"
+        raise ConfigError(Problem(f"--{unused[0]}", found, "add --plan or --executor, or remove it"))
     code = run_pipeline(
         pipeline,
         chosen,
@@ -89,24 +85,12 @@ def _build_parser() -> argparse.ArgumentParser:
     about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
     parser = argparse.ArgumentParser(prog="recipes run", description=about, allow_abbrev=False)
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
-    parser.add_argument("--output_dir", help="overrides `output_dir` of the file")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
-    parser.add_argument("--only", metavar="STAGE", help="run this stage only")
-    parser.add_argument("--check", action="store_true", help="run `recipes check` for every stage, without running it")
-    parser.add_argument("--keys", action="store_true", help="with --check: only check keys, not models and data")
-    parser.add_argument("--plan", action="store_true", help="estimate memory, hours and cost of every stage")
-    parser.add_argument("--gpu", help="of --plan (default: H100), kubernetes and skypilot")
-    parser.add_argument("--num_processes", type=int, help="with --plan: processes (default: those of the launch file)")
-    parser.add_argument("--device_hour_price", type=float, metavar="P", help="with --plan: price of a GPU hour")
-    parser.add_argument("--list", action="store_true", help="print the commands, without running them")
+    add_flags(parser, "run")
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
     executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
     parser.add_argument("--executor", default="local", choices=executors, help=text)
     add_machine_flags(parser.add_argument_group("other executors; with slurm, for stages with a launch file"))
     add_cloud_flags(parser.add_argument_group("--executor kubernetes and skypilot"))
-    text = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
-    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="WORDS", help=text)
     return parser
 
 
@@ -268,14 +252,6 @@ def _load(stage: Stage) -> None:
         verify_combination(config, plan_launch(file), str(file))
 
 
-class StagePlan(NamedTuple):
-    """Estimate for a stage: number of GPUs, peak bytes of GPU memory on each, hours; ``None`` where unknown."""
-
-    num_gpus: int
-    memory: int | None = None
-    hours: float | None = None
-
-
 def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | None) -> list[str]:
     """Return a table of memory, hours and cost of every stage, and their sum, line by line.
 
@@ -294,6 +270,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         ConfigError: The configuration of a stage is invalid, a model's configuration cannot be loaded, or the peak of
             the GPU is unknown.
     """
+    from recipes_lib.commands.planning.plan import StagePlan, plan_stage
+
     rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
     created = list[Path]()
     with _using_placeholders(path) as (placeholder, put_output):
@@ -310,7 +288,9 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
                 shutil.copy(shapes[0], stage.output)
             elif stage.recipe in RECIPE_NAMES and stage.has_given_config and not models & unplanned:
                 with _naming_problems(stage.name, problems):
-                    plans[stage.name] = _plan(stage, gpu, num_processes, writes_config=is_placeholder)
+                    # The placeholder of its output has a model of this shape, for the plans of later stages.
+                    shape, config = stage.output if is_placeholder else None, load_config(stage.recipe, stage.argv)
+                    plans[stage.name] = plan_stage(config, stage.launch, gpu, num_processes, shape)
     if problems:
         raise ConfigError(*problems)
     for name, plan in plans.items():
@@ -324,39 +304,3 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     unknown = [name for name, plan in plans.items() if plan.hours is None]
     note = [f"without the time of {', '.join(unknown)}"] if unknown else []
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]
-
-
-def _plan(stage: Stage, gpu: str, num_processes: int | None, *, writes_config: bool) -> StagePlan:
-    from recipes_lib.commands.planning.plan_rollouts import plan_iteration
-    from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
-    from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-    from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
-    from recipes_lib.planning.pretraining import count_run_tokens
-    from recipes_lib.training.layouts.launch_environment import plan_launch, read_launch_file
-    from recipes_lib.training.layouts.memory_layout import build_layout
-
-    config = load_config(stage.recipe, stage.argv)
-    file = find_launch_file(stage.launch) if stage.launch else None
-    is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
-    launch = plan_launch(file, None if is_alone else num_processes)
-    model_config = find_planned_model(config)
-    if writes_config:
-        # The placeholder of its output has a model of this shape, for the plans of later stages.
-        model_config.save_pretrained(stage.output)
-    num_steps, gpus, is_rl = config.read("max_steps"), launch.world_size, stage.recipe in RL_RECIPES
-    if config.tokens.max_length is None and not is_rl:
-        return StagePlan(gpus)
-    layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
-    plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
-    config, hours = resolve_checkpointing(config, plan), None
-    peak, mfu = find_peak(gpu, config), find_efficiency(config)[0]
-    if not is_rl:
-        step = count_step(config, model_config, launch.data_size)
-        is_pretraining = stage.recipe == "pretrain"
-        tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
-        if tokens is not None and tokens > 0:
-            hours = compute_hours(step.num_flops * tokens / step.num_tokens, gpus, peak, mfu)
-    elif num_steps > 0:
-        one, schedule = plan_iteration(config, model_config, layout, choose_device(gpu), peak, mfu)
-        hours = one.seconds * schedule.num_iterations / 3600
-    return StagePlan(gpus, plan.peak, hours)

@@ -61,7 +61,7 @@ class PretrainInspection(Inspection):
     def check_data(self, report: Report) -> None:
         """Prepare the token sets, and report tokens, weight and epochs of each source, and held-out tokens."""
         from recipes_lib.data.tokens.token_data import prepare_tokens
-        from recipes_lib.planning.pretraining import count_run_tokens
+        from recipes_lib.planning.schedule import count_run_tokens
         from recipes_lib.training.trainers.pretraining_rows import build_rows
 
         if self.tokenizer is None:
@@ -333,24 +333,20 @@ class GroupInspection(PPOInspection):
     num_learners = 1  # There is no critic.
 
     def check_steps(self, report: Report) -> None:
-        """Report answers per generation, optimizer steps, and learning rates.
+        """Report answers per iteration, optimizer steps, and learning rates.
 
         Raises:
             ConfigError: As ``compute_group_schedule``.
         """
-        from recipes_lib.planning.schedule import plan_groups
         from recipes_lib.rl.rollout_schedule import compute_group_schedule
 
-        # Training counts by it; it also verifies that generations are divisible into steps.
-        compute_group_schedule(len(self._data.train), self.config, self.launch.world_size)
-        plan = plan_groups(len(self._data.train), self.config, self.launch.world_size)
-        steps = plan.steps
-        self.num_steps, self.num_epochs = steps.num_steps, steps.num_epochs
+        plan = compute_group_schedule(len(self._data.train), self.config, self.launch.world_size)
+        self.num_steps, self.num_epochs, answers = plan.num_steps, plan.num_epochs, plan.answers_per_iteration
         report(
-            f"{plan.answers_per_generation:,} answers to {plan.prompts_per_generation:,} prompts at a time, "
-            f"{steps.rows_per_step:,} a step: {steps.num_steps:,} steps, {steps.num_epochs:.3g} epochs"
+            f"{answers:,} answers to {answers // plan.group:,} prompts at a time, "
+            f"{plan.answers_per_step:,} a step: {plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"
         )
-        self.report_rates(report, steps.num_warmup_steps)
+        self.report_rates(report, plan.num_warmup_steps)
 
 
 INSPECTIONS: Final[Mapping[str, type[Inspection]]] = {

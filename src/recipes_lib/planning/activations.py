@@ -124,8 +124,6 @@ MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {
     "every layer": {},
 }
 """Kinds of activation checkpointing by name, the fastest first: their ``activation_checkpointing_kwargs``."""
-MODE_LAYERS: Final = {mode: Checkpointing.of(options) for mode, options in MODES.items()}
-"""Layers that each of ``MODES`` recomputes."""
 AUTO: Final = "auto"
 
 
@@ -283,22 +281,13 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
 
-class _FusedNorm(torch.autograd.Function):
-    """Saves the same tensors as Liger's RMSNorm: its input and one number per token."""
+class _Fused(torch.autograd.Function):
+    """Saves its inputs, and returns an empty tensor like the first."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(hidden)
-
-
-class _FusedGate(torch.autograd.Function):
-    """Saves the same tensors as Liger's SwiGLU and GeGLU: both factors, but not the activation."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return torch.empty_like(gate)
+    def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(first, *others)
+        return torch.empty_like(first)
 
 
 def fuse_layers(model: nn.Module) -> None:
@@ -308,14 +297,15 @@ def fuse_layers(model: nn.Module) -> None:
 
     Source: Hsu et al. 2024 (Liger Kernel), section 3.2; measured memory in docs/results_gpu.md.
     """
-    norm: Any = _FusedNorm
-    gate: Any = _FusedGate
+    save: Any = _Fused.apply
 
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
-            return lambda hidden: norm.apply(hidden, module.weight)
+            # Its input, and one number per token.
+            return lambda hidden: save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-            return lambda hidden: module.down_proj(gate.apply(module.gate_proj(hidden), module.up_proj(hidden)))
+            # Both factors of SwiGLU or GeGLU, but not the activation.
+            return lambda hidden: module.down_proj(save(module.gate_proj(hidden), module.up_proj(hidden)))
         return None
 
     for module in model.modules():

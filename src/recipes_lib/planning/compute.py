@@ -309,7 +309,7 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
     Args:
         num_flops: FLOPs of the run, without recomputation.
         num_gpus: Number of GPUs.
-        peak: FLOP/s of one GPU, from ``peak_flops``.
+        peak: Peak FLOP/s of one GPU.
         mfu: Model FLOPs utilisation, above 0 and at most 1.
 
     Source: Narayanan et al. 2021 (Megatron), equation 4; its training days in ``tests/planning/test_known_answers.py``.

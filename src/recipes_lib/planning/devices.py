@@ -146,23 +146,19 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return device.flops if dtype == torch.float16 or (dtype == torch.bfloat16 and device.has_bf16) else None
 
 
-def find_peak(device_name: str, config: RecipeConfig) -> float:
-    """Return the dense peak of one device in FLOP/s for the compute dtype of a run.
-
-    Args:
-        device_name: As for ``choose_device``.
-        config: Configuration of the run, which determines the compute dtype.
+def verify_peak(device: Device, config: RecipeConfig) -> None:
+    """Raise if ``Device.flops`` is not the peak of a device in the compute dtype of a run.
 
     Raises:
-        ConfigError: The device is unknown, or its peak in this dtype.
+        ConfigError: Its peak in this dtype is unknown.
     """
-    device, dtype = choose_device(device_name), _choose_compute_dtype(config)
-    if (peak := peak_flops(device_name, dtype)) is not None:
-        return peak
+    dtype = _choose_compute_dtype(config)
+    if peak_flops(device.name, dtype) is not None:
+        return
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB"
     if device.flops:
         remedy = "write `fp16: true`" if dtype == torch.bfloat16 else "write `bf16: true`, or leave out --gpu"
-    found = f"the peak of {device_name!r} in {str(dtype).removeprefix('torch.')} is not known"
+    found = f"the peak of {device.name!r} in {str(dtype).removeprefix('torch.')} is not known"
     raise ConfigError(Problem("--gpu", found, remedy))
 
 

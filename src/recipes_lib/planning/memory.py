@@ -34,33 +34,8 @@ from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
 from recipes_lib.models.structure import find_softcap, freeze_outside_text
-from recipes_lib.planning import memory_plan
-from recipes_lib.planning.activations import (
-    AUTO,
-    CAUSAL,
-    MODE_LAYERS,
-    Activations,
-    Checkpointing,
-    count_activations,
-    count_bytes,
-    count_cache,
-    fuse_layers,
-    list_keys,
-    list_layers,
-    on_fakes,
-)
-from recipes_lib.planning.compute import (
-    PAIR_RECIPES,
-    RL_RECIPES,
-    count_features,
-    explaining_model,
-    find_shape,
-    has_live_teacher,
-    has_own_reference,
-    has_policy_reference,
-    read_shapes,
-    reads_teacher,
-)
+from recipes_lib.planning import activations, compute, memory_plan
+from recipes_lib.planning.activations import Activations, Checkpointing
 from recipes_lib.planning.devices import Kind
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
@@ -91,7 +66,7 @@ def plan_memory(
     Source: closed forms in ``tests/planning/test_memory.py``; PPO compared with real models in
     ``tests/rl/test_memory.py``.
     """
-    is_rl = config.recipe in RL_RECIPES
+    is_rl = config.recipe in compute.RL_RECIPES
     samples = is_rl or bool(config.distillation.lmbda)
     narrowed = layout.narrow(model_config)
     text = narrowed.get_text_config()
@@ -135,7 +110,7 @@ def plan_memory(
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
         vocabulary=text.vocab_size,
         logit_bytes=count_logit_bytes(config, text),
-        chunk_part=TEACHER_PART if reads_teacher(config) else 1,
+        chunk_part=TEACHER_PART if compute.reads_teacher(config) else 1,
         engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
         engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
         host_bytes=sum(size for _, size, shards in states if not shards) // layout.num_gpus,
@@ -155,12 +130,12 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> i
     narrow = 2 * has_half_products(config)
     # Soft-capping of logits: its derivative, and a square while that is computed, at the peak of token losses.
     slope = 4 if find_softcap(model_config.get_text_config()) else 0
-    if reads_teacher(config):
+    if compute.reads_teacher(config):
         is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
         return (40 if is_mixture else 28) + 2 * (narrow + slope)
     if config.recipe == "distill":
         return 8 + narrow + slope
-    return (8 if config.recipe in RL_RECIPES else 4) + narrow + 2 * slope
+    return (8 if config.recipe in compute.RL_RECIPES else 4) + narrow + 2 * slope
 
 
 class Batch(NamedTuple):
@@ -179,8 +154,8 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, config: RecipeConfig, layout: Layout) -> Batch:
         """Return the largest micro-batch of a run; under context parallelism, the tokens of one rank."""
-        num_rows = config.read("per_device_train_batch_size") * (2 if config.recipe in PAIR_RECIPES else 1)
-        if config.recipe in RL_RECIPES:
+        num_rows = config.read("per_device_train_batch_size") * (2 if config.recipe in compute.PAIR_RECIPES else 1)
+        if config.recipe in compute.RL_RECIPES:
             answer = config.rewards.response_length
             return cls(num_rows, config.tokens.max_length or 2 * answer, answer)
         length = (config.tokens.max_length or 0) // layout.context
@@ -211,7 +186,7 @@ def resolve_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfi
     """Resolve ``auto`` to the activation checkpointing that the plan chose for a device."""
     if not plan.checkpointing:
         return config
-    return config.with_training(list_keys(plan.checkpointing))
+    return config.with_training(activations.list_keys(plan.checkpointing))
 
 
 class _Built(NamedTuple):
@@ -241,11 +216,11 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
     elif config.forgetting.kl_to_base:
         frozen["base model"] = base
-    if has_own_reference(config):
+    if compute.has_own_reference(config):
         frozen["reference"] = base
-    if has_live_teacher(config):
+    if compute.has_live_teacher(config):
         named = choose_teacher(config)
-        teacher = _build(AutoModelForCausalLM, find_shape(named), named.dtype)
+        teacher = _build(AutoModelForCausalLM, compute.find_shape(named), named.dtype)
         frozen["teacher"] = Held(_count_stored(config, teacher))
     keeps_master = layout.is_deepspeed and has_half_products(config)
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
@@ -267,8 +242,9 @@ def count_choices(
         layout: Layout of the model over the processes.
         kept: Saved activations, from ``count_kept``.
     """
-    is_auto = config.read("activation_checkpointing") == AUTO
-    kinds = MODE_LAYERS if is_auto else {"": read_checkpointing(config)}
+    kinds = {"": read_checkpointing(config)}
+    if config.read("activation_checkpointing") == activations.AUTO:
+        kinds = {mode: Checkpointing.of(options) for mode, options in activations.MODES.items()}
     return {
         name: {
             memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
@@ -284,12 +260,13 @@ def _count_other_keys(
     """Count the keys and values gathered from other context-parallel ranks, of layers that are not recomputed."""
     if not layout.gathers_keys:
         return {}
-    (_, num_features), num_layers = count_features(model_config), model_config.get_text_config().num_hidden_layers
+    num_layers = model_config.get_text_config().num_hidden_layers
     if checkpointing.every and not checkpointing.keeps_products:
         num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
     batch = Batch.of(config, layout)
     others = batch.num_rows * batch.length * (layout.context - 1)
-    return {memory_plan.OTHER_KEYS: 2 * _count_width(config, model_config) * others * num_features * num_layers}
+    bytes_per_key = _count_width(config, model_config) * compute.count_features(model_config)[1]
+    return {memory_plan.OTHER_KEYS: 2 * bytes_per_key * others * num_layers}
 
 
 def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
@@ -299,7 +276,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
         temporary[memory_plan.ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
-    elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in RL_RECIPES:
+    elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in compute.RL_RECIPES:
         temporary[memory_plan.BUCKETS] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
@@ -348,16 +325,14 @@ def count_kept(
             if config.adapter.use_peft:
                 model = add_adapter(model, config.adapter, seed=0)
             add_loss_head(model)
-        with on_fakes(model, is_half=is_half):
+        with activations.on_fakes(model, is_half=is_half):
             if is_fused:
-                fuse_layers(model)
-            return count_activations(model, *batch)
+                activations.fuse_layers(model)
+            return activations.count_activations(model, *batch)
 
     # Equal in most layouts and candidates of a plan, and most of its time.
     if key not in _COUNTED:
-        if len(_COUNTED) >= _MAX_COUNTED:
-            _COUNTED.clear()
-        with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
+        with compute.explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
             kinds = _list_kinds(model_config)
             # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
             number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
@@ -371,7 +346,7 @@ def count_kept(
 def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
     """Return what distinguishes each layer: the names and shapes of its weights."""
     with torch.device("meta"):
-        layers = list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+        layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
     if not layers:
         raise ValueError("it has no layers that support activation checkpointing")
     return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
@@ -379,7 +354,6 @@ def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
 
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
 """Counted activations by all that they depend on."""
-_MAX_COUNTED: Final = 128
 _MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"
 _PROBED: Final = (16, 32)
 """Tokens of which a recurrent model is counted first."""
@@ -401,7 +375,7 @@ def _find_kernel(config: RecipeConfig, model_config: PreTrainedConfig) -> str:
     named = config.model.attn_implementation
     refusals = find_refusals(model_config.get_text_config(), torch.device("cuda"), torch.bfloat16)
     is_fused = named != "eager" if named else any(not refusals[name] for name in refusals if name != "eager")
-    return _OWN_ATTENTION.get(model_config.model_type, CAUSAL) if is_fused else "eager"
+    return _OWN_ATTENTION.get(model_config.model_type, activations.CAUSAL) if is_fused else "eager"
 
 
 _OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
@@ -437,7 +411,7 @@ def _count_rollouts(
     copied = width * (sum(layers) + ends)
     if layout.shards.weights != 1:
         gathered = {"sampling": 0 if config.engine.use_vllm else copied}
-        if config.recipe in RL_RECIPES:
+        if config.recipe in compute.RL_RECIPES:
             gathered["scoring"] = built.models["reward model"].weights
             # This layer, the prefetched next one, and the output projection.
             gathered["a layer"] = width * (2 * max(layers) + text.vocab_size * text.hidden_size)
@@ -445,9 +419,9 @@ def _count_rollouts(
         if has_half_products(config):
             # As gathered weights are, which determines the dtype of keys also under autocast.
             policy.to(torch.bfloat16)
-    caching = explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
-    with caching, on_fakes(policy, is_half=has_half_products(config)):
-        row = count_cache(policy, micro.length)
+    caching = compute.explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
+    with caching, activations.on_fakes(policy, is_half=has_half_products(config)):
+        row = activations.count_cache(policy, micro.length)
     if not config.engine.use_vllm:
         temporary |= {
             memory_plan.CACHE: batch * row,
@@ -476,12 +450,12 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     if is_ppo:
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
-    if not shares and has_policy_reference(config):
+    if not shares and compute.has_policy_reference(config):
         models["reference"] = Held(base)
     about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:
         about = "adapters of policy, critic and reward model on one trunk"
-        reward = count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
+        reward = activations.count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
     elif (reward := _count_own_reward(config, model_config)) and shares:
         about += "; a reward model of its own"
     return _Built({**models, "reward model": Held(reward)}, policy, about if is_ppo else "")
@@ -509,7 +483,7 @@ def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
 def _count_own_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
     settings = _find_config(name, revision, model_config)
-    return count_bytes(_build(AutoModelForSequenceClassification, settings, "auto")) if name else 0
+    return activations.count_bytes(_build(AutoModelForSequenceClassification, settings, "auto")) if name else 0
 
 
 def _find_config(name: str | None, revision: str | None, default: PreTrainedConfig) -> PreTrainedConfig:
@@ -518,9 +492,9 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
         return default
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if name not in read_shapes() and (adapter := find_adapter(name, revision)) is not None:
+        if name not in compute.read_shapes() and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
-        return find_shape(named)
+        return compute.find_shape(named)
     except ConfigError:
         return default
 
@@ -536,12 +510,12 @@ def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) ->
 
 def _count_stored(config: RecipeConfig, model: Any) -> int:
     quantized = count_quantized_bytes(model, config.quantization)
-    return count_bytes(model) if quantized is None else quantized
+    return activations.count_bytes(model) if quantized is None else quantized
 
 
 def _count_outside_text(model: nn.Module) -> int:
     """Return the bytes of the frozen modules of a multimodal model, before an adapter freezes the others too."""
-    return count_bytes(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return activations.count_bytes(parameter for parameter in model.parameters() if not parameter.requires_grad)
 
 
 def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_master: bool = False) -> Held:
@@ -550,7 +524,7 @@ def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_
     if keeps_master:
         number = sum(tensor.numel() for tensor in trained)
         return Held(2 * number, 2 * number, round(number * (4 + count_state_bytes(config.training, 4))))
-    size = count_bytes(trained)
+    size = activations.count_bytes(trained)
     states = sum(tensor.numel() * count_state_bytes(config.training, tensor.element_size()) for tensor in trained)
     # Gradients have the dtype of the parameters.
     return Held(size, size, round(states))
@@ -560,7 +534,8 @@ def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:
     """Return the parameters of each layer, and those outside of layers: embeddings, output projection, final norm."""
-    whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in (module, *list_layers(module)))
+    parts = (module, *activations.list_layers(module))
+    whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in parts)
     return layers, whole - sum(layers)
 
 
@@ -568,7 +543,7 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: 
     settings = copy.deepcopy(model_config)
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
-    with explaining_model(model_config, "cannot be built", "choose another architecture"):
+    with compute.explaining_model(model_config, "cannot be built", "choose another architecture"):
         model = auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
         freeze_outside_text(model)
         return model

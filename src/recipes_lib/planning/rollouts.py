@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.compute import (
-    FORWARD_AND_BACKWARD,
-    compute_flops_per_token,
-    compute_hours,
-    compute_model_size,
-    has_policy_reference,
-)
+from recipes_lib.planning import compute
 from recipes_lib.planning.decoding import estimate_decoding, find_forward_mfu
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import Batch
@@ -58,7 +52,7 @@ def list_readers(config: RecipeConfig) -> list[str]:
     models = {
         "policy": True,
         "critic": config.recipe == "ppo",
-        "reference": has_policy_reference(config),
+        "reference": compute.has_policy_reference(config),
         "reward model": config.rewards.reward_model_name_or_path,
     }
     return [name for name, reads in models.items() if reads]
@@ -71,7 +65,6 @@ def estimate_iteration(
     num_passes: int,
     layout: Layout,
     device: Device,
-    peak: float,
     mfu: float,
 ) -> Iteration:
     """Estimate an iteration of PPO, RLOO or GRPO.
@@ -88,23 +81,22 @@ def estimate_iteration(
         num_passes: Epochs over these answers.
         layout: Layout of the training processes; a vLLM server counts as equally many further GPUs.
         device: GPU.
-        peak: FLOP/s of the GPU.
         mfu: Model FLOPs utilisation of forward passes and updates.
 
     Source: ``tests/planning/test_rollouts.py``.
     """
     engine, held, num_gpus = config.engine, Batch.of(config, Layout("")), layout.num_gpus
     answer, prompt = held.num_predicted, held.length - held.num_predicted
-    each, size = math.ceil(num_answers / num_gpus), compute_model_size(model_config).total
-    decoding = estimate_decoding(config, model_config, each, (prompt, answer), device, peak, mfu)
+    each, size = math.ceil(num_answers / num_gpus), compute.compute_model_size(model_config).total
+    decoding = estimate_decoding(config, model_config, each, (prompt, answer), device, mfu)
     reading = find_forward_mfu(config, mfu)
 
     def time(flops: float, num_tokens: int, share: float) -> float:
-        return 3600 * compute_hours(flops * num_answers * num_tokens, num_gpus, peak, share)
+        return 3600 * compute.compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
 
-    flops = compute_flops_per_token(model_config, held.length)
-    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD
-    trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
+    flops = compute.compute_flops_per_token(model_config, held.length)
+    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD
+    trained = compute.compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, size, layout), layout, device)
     # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.

@@ -1,4 +1,4 @@
-"""Optimizer steps, learning-rate schedules and batch ramp, known for every step in advance."""
+"""Optimizer steps, learning-rate schedules, batch ramp and pretraining plan, known for every step in advance."""
 
 from __future__ import annotations
 
@@ -365,45 +365,115 @@ def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Answers and steps of a run of RLOO or GRPO.
+Phase = tuple[int, Sequence[float]]
+"""First row of a phase of the curriculum, and the sampling weight of each source in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PretrainingPlan:
+    """Rows, learning rate and data mixture of every step; ``check``, ``plan`` and training use the same plan.
 
     Attributes:
-        answers_per_generation: Answers per generation over all processes, sampled with the same weights.
-        prompts_per_generation: Prompts of these answers, each answered ``num_generations`` times.
-        steps: Optimizer steps; its rows are answers.
+        max_length: Tokens per row.
+        rows_per_micro_step: Rows of one forward and backward pass over all processes.
+        rows_per_step: Rows of a full optimizer step.
+        row_starts: Rows trained on before each step, ``int64 (num_steps + 1,)``.
+        schedule: Learning rate of each step.
+        phases: Data mixture by first row.
     """
 
-    answers_per_generation: int
-    prompts_per_generation: int
-    steps: StepPlan
+    max_length: int
+    rows_per_micro_step: int
+    rows_per_step: int
+    row_starts: RowStarts
+    schedule: Schedule
+    phases: Sequence[Phase]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.row_starts) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all steps."""
+        return int(self.row_starts[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all steps."""
+        return self.num_rows * self.max_length
 
 
-def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> GroupPlan:
-    """Count answers and steps of a run over ``num_prompts`` prompts; an incomplete generation is dropped.
+def plan_pretraining(
+    config: RecipeConfig, world_size: int, *, num_windows: int | None = None, weights: Sequence[float] = (1.0,)
+) -> PretrainingPlan:
+    """Plan a pretraining run.
+
+    Args:
+        config: Configuration of the run.
+        world_size: Data-parallel processes.
+        num_windows: Total number of rows of all sources; required for a run whose length is given in epochs.
+        weights: Sampling weight of each source without a curriculum, summing to 1. Sources after those of the
+            curriculum are replayed, and keep their weight in each of its phases.
 
     Raises:
-        ConfigError: The answers of a generation are not divisible by ``num_generations``, or there are fewer prompts
-            than a generation needs.
-
-    Source: ``RepeatSampler`` and ``get_train_dataloader`` of TRL's trainers, compared in
-    ``tests/planning/test_groups.py``.
+        ConfigError: Warm-up and decay are longer than the run, or it has too many steps to be planned.
     """
+    training, pretraining, schedule = config.training, config.pretraining, config.schedule
+    max_length = config.tokens.max_length
+    assert max_length is not None
+    rows_per_micro_step = config.read("per_device_train_batch_size") * world_size
+    accumulation = config.read("gradient_accumulation_steps")
+    rows_per_step = rows_per_micro_step * accumulation
+    row_starts = compute_row_starts(
+        max_length=max_length,
+        rows_per_micro_step=rows_per_micro_step,
+        accumulation=accumulation,
+        ramp_tokens=schedule.batch_ramp_tokens,
+        ramp_start=schedule.batch_ramp_start,
+        **_read_length(config, num_windows, max_length),
+    )
+    curriculum = pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
+    # A phase begins with the first whole row after its tokens; a phase after the end of the run never begins.
+    phases = [
+        (math.ceil(phase["start_tokens"] / max_length), _add_replayed(phase["weights"], weights))
+        for phase in curriculum
+    ]
+    return PretrainingPlan(
+        max_length=max_length,
+        rows_per_micro_step=rows_per_micro_step,
+        rows_per_step=rows_per_step,
+        row_starts=row_starts,
+        schedule=build_schedule(schedule, training, row_starts, max_length, rows_per_step),
+        phases=phases,
+    )
 
-    def read(key: str) -> int:
-        return int(config.read(key) or 0)
 
-    steps_per_generation = read("steps_per_generation") or read("gradient_accumulation_steps")
-    batch_size = read("per_device_train_batch_size") * world_size
-    answers, group = batch_size * steps_per_generation, read("num_generations")
-    prompts = answers // group
-    if answers % group:
-        found = f"{answers} answers at a time are not divisible into groups of num_generations {group}"
-        remedy = "make per_device_train_batch_size times the steps and processes a multiple of it"
-        raise ConfigError(Problem("num_generations", found, remedy))
-    if num_prompts < prompts:
-        found = f"{num_prompts} prompts are fewer than the {prompts} that are answered at a time"
-        raise ConfigError(Problem("num_generations", found, "raise it, or answer fewer at a time"))
-    num_batches = num_prompts // prompts * steps_per_generation * read("num_iterations")
-    return GroupPlan(answers, prompts, compute_steps(num_batches * batch_size, config.training, world_size))
+def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[float]:
+    """Return the weights of a phase, including those of replayed sources."""
+    replayed = weights[len(phase) :]
+    if not replayed:
+        return phase
+    return [weight / sum(phase) * (1 - sum(replayed)) for weight in phase] + [*replayed]
+
+
+def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
+    """Return the tokens of a run, or ``None`` if its length is given in epochs and so depends on its data.
+
+    Raises:
+        ConfigError: As ``plan_pretraining``.
+    """
+    if config.pretraining.max_tokens is None and config.read("max_steps") <= 0:
+        return None
+    return plan_pretraining(config, world_size).num_tokens
+
+
+def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int) -> dict[str, Any]:
+    """Return the length of a run as an argument of ``compute_row_starts``."""
+    if config.pretraining.max_tokens is not None:
+        return {"num_tokens": config.pretraining.max_tokens}
+    if (max_steps := config.read("max_steps")) > 0:
+        return {"num_steps": max_steps}
+    assert num_windows is not None, "a length in epochs depends on the data"
+    return {"num_tokens": math.ceil(config.read("num_train_epochs") * num_windows) * max_length}

@@ -57,7 +57,6 @@ def search(
     layouts: Sequence[Layout],
     num_rows: int,
     device: Device,
-    peak: float,
     measured: Measured | None = None,
     is_supported: Callable[[Layout, Mapping[str, Any]], bool] = lambda layout, keys: True,
 ) -> list[Candidate]:
@@ -70,7 +69,6 @@ def search(
         layouts: Layouts of the candidates.
         num_rows: Global batch size in rows, equal in all candidates; a pair is one row.
         device: GPU.
-        peak: FLOP/s of the GPU in the compute dtype.
         measured: As for ``find_efficiency``.
         is_supported: Returns whether a layout supports the keys of a candidate.
 
@@ -102,11 +100,11 @@ def search(
                     keys = {**batch, **list_keys(plan.checkpointing), "torch_compile": choice}
                     changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
-                    seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
+                    seconds = 3600 * compute_hours(num_flops, layout.num_gpus, device.flops, share)
                     sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
                     costs = _list_costs(seconds, sent, rows // number, layout)
                     if share_sampled := config.distillation.lmbda:
-                        sampled = estimate_on_policy(changed, model_config, device, peak, share)
+                        sampled = estimate_on_policy(changed, model_config, device, share)
                         costs["sampling"] = share_sampled * sampled.seconds
                     found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs))
             if all(plan.peak > device.memory for plan in plans):

@@ -10,7 +10,7 @@ import numpy as np
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.schedule import compute_steps, compute_warmup_steps, plan_groups
+from recipes_lib.planning.schedule import compute_steps, compute_warmup_steps
 
 
 class Stream(enum.IntEnum):
@@ -110,30 +110,50 @@ def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) ->
 
 
 def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: int) -> RolloutSchedule:
-    """Count the iterations and steps of RLOO or GRPO.
+    """Count the iterations and steps of RLOO or GRPO; an incomplete generation is dropped.
 
     If a step uses the answers of several generations, an iteration samples all of them.
 
     Raises:
-        ConfigError: As ``plan_groups``; or the answers of a generation are not divisible into optimizer steps.
+        ConfigError: The answers of a generation are not divisible into groups or into optimizer steps, or there are
+            fewer prompts than a generation needs.
+
+    Source: ``RepeatSampler`` and ``get_train_dataloader`` of TRL's trainers, compared in
+    ``tests/rl/test_rollout_schedule.py``.
     """
-    plan, update_epochs = plan_groups(num_prompts, config, world_size), int(config.read("num_iterations"))
-    per_step, per_generation = plan.steps.rows_per_step, plan.answers_per_generation
-    answers = per_generation * max(1, per_step // (per_generation * update_epochs))
+
+    def read(key: str) -> int:
+        return int(config.read(key) or 0)
+
+    update_epochs, group = read("num_iterations"), read("num_generations")
+    steps_per_generation = read("steps_per_generation") or read("gradient_accumulation_steps")
+    batch_size = read("per_device_train_batch_size") * world_size
+    per_generation = batch_size * steps_per_generation
+    prompts = per_generation // group
+    if per_generation % group:
+        found = f"{per_generation} answers at a time are not divisible into groups of num_generations {group}"
+        remedy = "make per_device_train_batch_size times the steps and processes a multiple of it"
+        raise ConfigError(Problem("num_generations", found, remedy))
+    if num_prompts < prompts:
+        found = f"{num_prompts} prompts are fewer than the {prompts} that are answered at a time"
+        raise ConfigError(Problem("num_generations", found, "raise it, or answer fewer at a time"))
+    num_batches = num_prompts // prompts * steps_per_generation * update_epochs
+    steps = compute_steps(num_batches * batch_size, config.training, world_size)
+    per_step, presented = steps.rows_per_step, per_generation * update_epochs
+    answers = per_generation * max(1, per_step // presented)
     if answers * update_epochs % per_step:
-        presented = per_generation * update_epochs
         found = f"the {presented} answers of a generation are not divisible into steps of {per_step}"
         remedy = "make steps_per_generation x num_iterations a multiple or a divisor of gradient_accumulation_steps"
         raise ConfigError(Problem("steps_per_generation", found, remedy))
     return RolloutSchedule(
-        num_iterations=math.ceil(plan.steps.num_steps * per_step / (answers * update_epochs)),
+        num_iterations=math.ceil(steps.num_steps * per_step / (answers * update_epochs)),
         answers_per_step=per_step,
         answers_per_iteration=answers,
         update_epochs=update_epochs,
-        num_steps=plan.steps.num_steps,
-        num_warmup_steps=plan.steps.num_warmup_steps,
-        num_epochs=plan.steps.num_epochs,
-        group=int(config.read("num_generations")),
+        num_steps=steps.num_steps,
+        num_warmup_steps=steps.num_warmup_steps,
+        num_epochs=steps.num_epochs,
+        group=group,
     )
 
 

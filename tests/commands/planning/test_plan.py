@@ -19,7 +19,7 @@ from transformers import MambaConfig, T5Config
 
 from recipes_lib.commands.planning.plan import draw_curve
 from recipes_lib.config.loader import load_config
-from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.planning.schedule import plan_pretraining
 from recipes_lib.report import charts
 
 CONFIGS = ROOT / "recipes" / "configs"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.forked import ROOT
 from tests.rows import write_rows
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -177,6 +178,11 @@ def test_both_published_laws_are_reported(scale) -> None:
     assert "Besiroglu et al. 2024" in first
     assert "18.4 per parameter" in first
     assert "92.6 per parameter" in second
+
+
+def test_run_with_many_steps_of_one_process_is_predicted(scale) -> None:
+    config = ROOT / "recipes" / "configs" / "smollm2-135m" / "pretrain.yaml"
+    assert "134,515,008 parameters, 2,097,152,000,000 tokens" in scale("predict", "--config", config)
 
 
 RECIPE = {

@@ -1,10 +1,11 @@
-"""Flags of ``recipes plan`` and ``recipes scale``, parsed before torch is imported, for a fast ``--help``."""
+"""Flags of ``recipes plan``, ``scale`` and ``run``, parsed before torch is imported, for a fast ``--help``."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def plan(argv: Sequence[str]) -> None:
     # After the configuration: its errors need no torch, which takes seconds to import.
     from recipes_lib.commands.planning.plan import run
 
-    run(config, options, overrides, list(_find_problems("plan", options, recipe)))
+    run(config, options, overrides, list(find_problems("plan", options, recipe)))
 
 
 def scale(argv: Sequence[str]) -> None:
@@ -59,7 +60,7 @@ def scale(argv: Sequence[str]) -> None:
         DataError: As there.
     """
     options = _build_scale_parser().parse_args(argv)
-    if problems := list(_find_problems(f"scale {options.command}", options)):
+    if problems := list(find_problems(f"scale {options.command}", options)):
         raise ConfigError(*problems)
     from recipes_lib.commands.planning.scale import run
 
@@ -88,7 +89,7 @@ def _read_quantity(text: str, units: Mapping[str, float]) -> float:
 
 
 _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
-    **{"int": int, "float": float, "path": Path},
+    **{"int": int, "float": float, "path": Path, "words": shlex.split},
     "money": lambda text: _read_quantity(_CURRENCIES.sub("", text), _COUNTS),
     "count": partial(_read_quantity, units=_COUNTS),
     "share": partial(_read_quantity, units={"": 1.0, "%": 0.01}),
@@ -102,7 +103,8 @@ _RULES: Final = ("range", "with", "without", "recipes", "remedy")
 """Keys of ``flags.yaml`` that are not argparse's."""
 
 
-def _add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the flags of a command in ``flags.yaml``."""
     for name, options in _FLAGS[command].items():
         given = {key: value for key, value in options.items() if key not in _RULES}
         given |= {"type": _TYPES[given["type"]]} if "type" in given else {}
@@ -110,7 +112,7 @@ def _add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(f"--{name}", **given)
 
 
-def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
+def find_problems(command: str, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
     """Yield the flags that are out of range, not for this recipe, or wrong beside the others.
 
     Args:
@@ -118,14 +120,15 @@ def _find_problems(command: str, options: argparse.Namespace, recipe: str = "") 
         options: Parsed flags.
         recipe: Recipe of the run; empty for commands without recipes.
     """
+    given = {name: value for name, value in vars(options).items() if value is not None and value is not False}
     for name, rules in _FLAGS[command].items():
-        if (value := getattr(options, name)) is None:
+        if (value := given.get(name)) is None:
             continue
         if recipe not in rules.get("recipes", [recipe]):
             yield Problem(f"--{name}", f"is only for {', '.join(rules['recipes'])}", rules["remedy"])
-        if (needed := rules.get("with")) and all(getattr(options, one) is None for one in needed):
+        if (needed := rules.get("with")) and given.keys().isdisjoint(needed):
             yield Problem(f"--{name}", f"needs --{' or --'.join(needed)}", "write it too, or remove this one")
-        for other in (one for one in rules.get("without", ()) if getattr(options, one) is not None):
+        for other in filter(given.__contains__, rules.get("without", ())):
             yield Problem(f"--{name}", f"excludes --{other}", "remove one of them")
         for wanted in rules.get("range", ()):
             if not (math.isfinite(value) and holds(wanted, value)):
@@ -138,7 +141,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     add_recipe_flags(parser)
     # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
-    _add_flags(parser, "plan")
+    add_flags(parser, "plan")
     add_pipeline_flags(parser)
     return parser
 
@@ -151,5 +154,5 @@ def _build_scale_parser() -> argparse.ArgumentParser:
         if name == "fit":
             text = "output directories of finished pretraining runs with a decayed learning rate"
             command.add_argument("runs", nargs="+", type=Path, help=text)
-        _add_flags(command, f"scale {name}")
+        add_flags(command, f"scale {name}")
     return parser

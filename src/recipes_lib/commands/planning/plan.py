@@ -15,37 +15,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from recipes_lib.commands.planning.plan_rollouts import describe_engine, describe_iteration, search_rollouts
-from recipes_lib.commands.planning.plan_search import REPLICATED_OR_SHARDED, PlannedRun, search_plan
+from recipes_lib.commands.planning import plan_search
+from recipes_lib.commands.planning.plan_search import PlannedRun
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
-from recipes_lib.planning.compute import (
-    RL_RECIPES,
-    TOKENS_PER_PARAMETER,
-    ModelSize,
-    compute_flops_per_token,
-    compute_model_size,
-    compute_training_flops,
-    count_step,
-    find_planned_model,
-)
+from recipes_lib.planning import compute
+from recipes_lib.planning.compute import ModelSize
 from recipes_lib.planning.decoding import estimate_on_policy
-from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
+from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.schedule import Schedule, compute_steps, list_quarters
+from recipes_lib.planning.rollouts import list_readers
+from recipes_lib.planning.schedule import (
+    PretrainingPlan,
+    Schedule,
+    compute_steps,
+    count_run_tokens,
+    list_quarters,
+    plan_pretraining,
+)
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
@@ -53,6 +52,8 @@ CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
+_ITERATIONS: Final = 1_000
+"""Iterations for which hours are given if the length of the run depends on its data."""
 
 
 def run(
@@ -80,15 +81,15 @@ def run(
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
-    planned = PlannedRun(config, find_planned_model(config), options, flags)
+    planned = PlannedRun(config, compute.find_planned_model(config), options, flags)
     memory = choose_device(options.gpu).memory if options.gpu else max(_USUAL_GB) * 1e9
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
         assert hardware is not None
-        if recipe not in RL_RECIPES:
-            print_rows(search_plan(planned, hardware, num_written or num_gpus))
+        if recipe not in compute.RL_RECIPES:
+            print_rows(plan_search.search_plan(planned, hardware, num_written or num_gpus))
             return
-        plan, launch = search_rollouts(planned, hardware)
+        plan, launch = plan_search.search_rollouts(planned, hardware)
         plans = [plan]
     elif recipe != "pretrain" or options.gpu or options.hardware:
         plans = [plan_memory(config, planned.model_config, layout, device_bytes=memory) for layout in layouts]
@@ -111,10 +112,10 @@ def _describe(run: PlannedRun, num_processes: int, layout: Layout, hardware: Har
         yield from hardware.describe()
     if run.config.recipe == "pretrain":
         yield from _describe_pretraining(run, plan_pretraining(run.config, num_processes), hardware)
-    elif run.config.recipe not in RL_RECIPES:
+    elif run.config.recipe not in compute.RL_RECIPES:
         yield from _describe_step(run, num_processes, hardware)
     elif hardware:
-        yield from describe_iteration(run, layout, hardware)
+        yield from _describe_iteration(run, layout, hardware)
 
 
 def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int, memory: float) -> None:
@@ -130,7 +131,7 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
         return
     least = min(plans, key=attrgetter("peak"))
     if least.peak <= memory:
-        raise ConfigError(describe_engine("--gpu", least, options.gpu))
+        raise ConfigError(plan_search.describe_engine("--gpu", least, options.gpu))
     found = f"the run does not fit {options.gpu}: {least.peak / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
     remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{options.gpu}')}` searches for what does"
     raise ConfigError(Problem("--gpu", found, remedy))
@@ -156,7 +157,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
     num_gpus, layouts, refused = options.num_gpus or options.num_processes, list[Layout](), list[Problem]()
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     is_chosen = options.hardware or options.pipeline_stages > 1
-    usual = REPLICATED_OR_SHARDED[1:] if (num_gpus or 1) > 1 else REPLICATED_OR_SHARDED[:1]
+    usual = plan_search.REPLICATED_OR_SHARDED[1:] if (num_gpus or 1) > 1 else plan_search.REPLICATED_OR_SHARDED[:1]
     for file in map(find_launch_file, [options.hardware or "ddp"] if is_chosen else usual):
         launch = plan_launch(file, num_gpus, pipeline)
         try:
@@ -186,10 +187,10 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
         found = f"NCCL, by which {num_gpus} processes communicate, does not support MIG instances"
         raise ConfigError(Problem("--gpu", found, "plan for one of them, or for the whole GPU without MIG"))
     try:
-        peak = find_peak(options.gpu, config)
+        verify_peak(device, config)
     except ConfigError:
         # For reinforcement learning, memory can be planned without a peak; hours cannot.
-        if config.recipe in RL_RECIPES and not options.gpus:
+        if config.recipe in compute.RL_RECIPES and not options.gpus:
             return None
         raise
     if options.save_seconds:
@@ -199,7 +200,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
-    return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
+    return Hardware(device, num_gpus, share, source, measured, failures, price, options.pue, options.grid_gco2)
 
 
 def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[Row]:
@@ -209,22 +210,21 @@ def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hard
         ConfigError: The model cannot be built, or the schedule cannot be written.
     """
     model_config, num_tokens = run.model_config, plan.num_tokens
-    size = compute_model_size(model_config)
-    counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
+    size = compute.compute_model_size(model_config)
+    counted = compute.compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
     yield "model", f"{model_config.model_type}, {size.total:,} parameters"
     yield "", f"{size.non_embedding:,} without embeddings"
     if size.active != size.total:
         yield "", f"{size.active:,} active per token"
     yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
     yield from _describe_epochs(run.config, num_tokens)
-    yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
+    yield "operations", f"{compute.compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
     yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
         yield "time", "name a GPU: --gpu H100 --num_processes 8"
     else:
         hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
-        rate = f"{hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU"
-        formula = f"{counted:.3g} / ({rate} x 3600 s)"
+        formula = f"{counted:.3g} / ({hardware.describe_rate()} x 3600 s)"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
         if hardware.failures:
             hours, rows = _add_failures(hours, hardware.failures, plan)
@@ -243,15 +243,15 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     Raises:
         ConfigError: The configuration of the teacher cannot be loaded.
     """
-    step = count_step(run.config, run.model_config, num_processes)
+    step = compute.count_step(run.config, run.model_config, num_processes)
     yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
         return
     hours = hardware.compute_hours(step.num_flops)
-    formula = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
+    formula = f"{step.num_flops:.3g} / ({hardware.describe_rate()})"
     if share := run.config.distillation.lmbda:
-        found = estimate_on_policy(run.config, run.model_config, hardware.device, hardware.peak, hardware.mfu)
+        found = estimate_on_policy(run.config, run.model_config, hardware.device, hardware.mfu)
         answers = f"{found.num_answers:,} answers of {run.config.rewards.response_length:,} tokens on each GPU"
         batches = f"{found.num_batches:,} batches of {found.batch:,} (`per_device_eval_batch_size`)"
         yield "sampling", f"{found.seconds:.3g} s: {answers}, as many as fit full rows with prompts as long; {batches}"
@@ -264,6 +264,32 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
         yield from hardware.describe_bill(hours * num_steps)
     else:
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
+
+
+def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> Iterator[Row]:
+    """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
+
+    Raises:
+        ConfigError: The answers of an iteration do not divide into batches.
+    """
+    config, device = run.config, hardware.device
+    one, schedule = plan_search.plan_iteration(config, run.model_config, layout, device, hardware.mfu)
+    answers = schedule.answers_per_iteration
+    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"
+    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
+    yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
+    yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
+    yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
+    yield "time", f"{one.seconds:.3g} s an iteration, an estimate for {layout.launch_file}"
+    is_known = config.read("max_steps") > 0
+    number = schedule.num_iterations if is_known else _ITERATIONS
+    hours = one.seconds * number / 3600
+    yield "", f"{hours:.1f} hours for {number:,} iterations"
+    billed, of = plan_search.add_server(config, hardware), "" if is_known else f" for {number:,} iterations"
+    if billed.num_gpus > hardware.num_gpus:
+        of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
+    yield from billed.describe_bill(hours, of)
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -288,10 +314,10 @@ def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Pr
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
-    if recipe not in RL_RECIPES and config.tokens.max_length is None:
+    if recipe not in compute.RL_RECIPES and config.tokens.max_length is None:
         found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    if recipe in RL_RECIPES and num_written:
+    if recipe in compute.RL_RECIPES and num_written:
         found = f"the batch of {recipe} is per process, and there is one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
 
@@ -299,8 +325,8 @@ def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Pr
 def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
     """Return the tokens per parameter, in comparison with the Chinchilla rule."""
     ratio = num_tokens / size.active
-    factor = ratio / TOKENS_PER_PARAMETER
-    text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {TOKENS_PER_PARAMETER:.0f}: "
+    factor = ratio / compute.TOKENS_PER_PARAMETER
+    text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {compute.TOKENS_PER_PARAMETER:.0f}: "
     return text + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
@@ -387,3 +413,52 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
     steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
     rates = float(config.training["learning_rate"]) * schedule.factors(steps)
     draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())
+
+
+class StagePlan(NamedTuple):
+    """Estimate for a stage: number of GPUs, peak bytes of GPU memory on each, hours; ``None`` where unknown."""
+
+    num_gpus: int
+    memory: int | None = None
+    hours: float | None = None
+
+
+def plan_stage(
+    config: RecipeConfig, launch_file: str, gpu: str, num_processes: int | None, shape: Path | None
+) -> StagePlan:
+    """Return the estimate for a stage of a pipeline.
+
+    Args:
+        config: Configuration of the stage.
+        launch_file: Name or path of its launch file; empty for a single process.
+        gpu: Name of the GPU.
+        num_processes: Processes, if the launch file is for several; ``None``: the number in the launch file.
+        shape: Folder for the configuration of the model, from which later stages are planned; ``None`` to omit it.
+
+    Raises:
+        ConfigError: The model's configuration cannot be loaded, or the GPU or its peak is unknown.
+    """
+    device, file = choose_device(gpu), find_launch_file(launch_file) if launch_file else None
+    verify_peak(device, config)
+    is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
+    launch = plan_launch(file, None if is_alone else num_processes)
+    model_config = compute.find_planned_model(config)
+    if shape is not None:
+        model_config.save_pretrained(shape)
+    num_steps, gpus, is_rl = config.read("max_steps"), launch.world_size, config.recipe in compute.RL_RECIPES
+    if config.tokens.max_length is None and not is_rl:
+        return StagePlan(gpus)
+    layout = build_layout(launch, launch_file or "single_gpu", config.read("gradient_accumulation_steps"))
+    plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
+    config, hours = resolve_checkpointing(config, plan), None
+    mfu, _ = find_efficiency(config)
+    if not is_rl:
+        step = compute.count_step(config, model_config, launch.data_size)
+        is_pretraining = config.recipe == "pretrain"
+        tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
+        if tokens is not None and tokens > 0:
+            hours = compute.compute_hours(step.num_flops * tokens / step.num_tokens, gpus, device.flops, mfu)
+    elif num_steps > 0:
+        one, schedule = plan_search.plan_iteration(config, model_config, layout, device, mfu)
+        hours = one.seconds * schedule.num_iterations / 3600
+    return StagePlan(gpus, plan.peak, hours)

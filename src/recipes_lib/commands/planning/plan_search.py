@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +25,14 @@ from recipes_lib.files import explain_write_errors, replace_text
 from recipes_lib.models.quantization import check_checkpoint_bits
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
-from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.memory_plan import Layout
-from recipes_lib.planning.pretraining import plan_pretraining
-from recipes_lib.planning.schedule import compute_steps
+from recipes_lib.planning.devices import Device
+from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
+from recipes_lib.planning.memory_plan import Layout, MemoryPlan
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration
+from recipes_lib.planning.schedule import compute_steps, plan_pretraining
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
 from recipes_lib.report.overview import format_rows
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -46,6 +49,8 @@ REPLICATED_OR_SHARDED: Final = ("single_gpu", "ddp", "fsdp2")
 """Launch files that are planned if none is named: that of one GPU, or those of several."""
 _HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
 """Columns of the table; ``rows``: micro-batch size x gradient accumulation of a data-parallel process."""
+_MANY_PROMPTS: Final = 1_000_000_000
+"""Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
     # Before the search, which takes longer than finding an invalid schedule.
     steps = _count_steps(run, num_processes)
-    starts, refused = list_starts(run.model_config, number)
+    starts, refused = list_starts(config, run.model_config, number)
 
     find_problems = cache(partial(_find_key_problems, run))
 
@@ -107,7 +112,7 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
             return False
         return is_supported(config.with_training(keys), starts[layout], refused)
 
-    found = search(config, run.model_config, list(starts), batch, device, hardware.peak, hardware.measured, supports)
+    found = search(config, run.model_config, list(starts), batch, device, hardware.measured, supports)
     if not found:
         problem = f"{batch} rows of an optimizer step cannot be divided among {number} processes"
         undivided = [Problem("--gpus", problem, "name a number that divides them")] if batch % number else []
@@ -140,6 +145,80 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     yield from hardware.describe_bill(hours)
 
 
+def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, list[Row]]:
+    """Return the memory plan of the layout with the fastest iteration, and rows about all layouts and its launch.
+
+    Raises:
+        ConfigError: The run fits in no layout, with the smallest change that would fit; no layout supports the recipe;
+            or as ``verify_limits``.
+    """
+    config, model_config, device = run.config, run.model_config, hardware.device
+    starts, refused = list_starts(config, model_config, hardware.num_gpus)
+    found, verdicts, num_iterations = list[Candidate](), list[str](), 0
+    for layout, start in starts.items():
+        if not is_supported(config, start, refused):
+            continue
+        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
+        settled, fits = resolve_checkpointing(config, plan), plan.fits(device.memory)
+        one, schedule = plan_iteration(settled, model_config, layout, device, hardware.adapt_to(settled).mfu)
+        # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
+        num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
+        # Rounded as printed, so that layouts that print equal times count as equal.
+        seconds = float(f"{one.seconds:.3g}")
+        keys = list_keys(plan.checkpointing) if plan.choices else {}
+        found.append(Candidate(layout, keys, plan, fits, {"iteration": seconds}))
+        verdicts.append(f"{start.name} {plan.peak / 1e9:.1f} GB, {f'{seconds:g} s' if fits else 'does not fit'}")
+    if not found:
+        raise ConfigError(*refused.values())
+    # `min` takes the first of equals, which shards least.
+    best = min(found, key=lambda one: (not one.fits, one.seconds))
+    if not best.fits:
+        least = min((one.memory for one in found), key=attrgetter("peak"))
+        if least.peak > device.memory:
+            raise ConfigError(describe_misfit(run, hardware, least.peak / 1e9))
+        raise ConfigError(describe_engine("--gpus", least, run.options.gpus))
+    start = starts[best.layout]
+    verify_limits(run.options, best.seconds * num_iterations / 3600, add_server(config, hardware))
+    if run.options.write:
+        write_plan(run.options.write, run.flags, best.keys, best.layout, start)
+    return best.memory, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(start, best.layout))]
+
+
+def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
+    """Return the problem of a plan that fits the GPU, but whose colocated engine does not fit its share."""
+    found = f"vLLM's weights and one answer do not fit its {plan.engine_share:.0%} of {gpu}"
+    return Problem(flag, found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
+
+
+def add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
+    """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
+    is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
+    return dataclasses.replace(hardware, num_gpus=2 * hardware.num_gpus) if is_server else hardware
+
+
+def plan_iteration(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, device: Device, mfu: float
+) -> tuple[Iteration, RolloutSchedule]:
+    """Return the estimate of an iteration of reinforcement learning, and the schedule of the run.
+
+    Args:
+        config: Configuration of the run; without ``max_steps``, ``num_iterations`` of the schedule is meaningless.
+        model_config: Configuration of the policy.
+        layout: Parallel layout of the processes.
+        device: GPU of each process.
+        mfu: Model FLOPs utilisation, as for ``estimate_iteration``.
+
+    Raises:
+        ConfigError: The answers of an iteration do not divide into batches.
+    """
+    if config.recipe == "ppo":
+        schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    else:
+        schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    answers, passes = schedule.answers_per_iteration, schedule.update_epochs
+    return estimate_iteration(config, model_config, answers, passes, layout, device, mfu), schedule
+
+
 def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequence[Problem]:
     """Return the problems of a configuration with one micro-batch per step or several, and compiled or not."""
     keys = {"gradient_accumulation_steps": 1 if is_single else 2, "torch_compile": compiles}
@@ -158,7 +237,9 @@ def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
     yield "without it", other
 
 
-def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
+def list_starts(
+    config: RecipeConfig, model_config: PreTrainedConfig, number: int
+) -> tuple[dict[Layout, Start], dict[str, Problem]]:
     """Return the launch of each layout of ``number`` GPUs, and by name the problem of each unsupported layout."""
     starts, refused = dict[Layout, Start](), dict[str, Problem]()
     for file, sizes, stages in _list_meshes(number):
@@ -166,6 +247,8 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
         name = " ".join([file, *parts, *([f"stages {stages}"] if stages > 1 else [])])
         document = read_launch_file(find_launch_file(file))
         document |= {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
+        if config.training.get("fp16"):
+            document["mixed_precision"] = "fp16"  # Shipped launch files have bf16, which GPUs before Ampere lack.
         if mesh := document.get("parallelism_config"):
             document["parallelism_config"] = {
                 key: sizes.get(key.removeprefix("parallelism_config_").removesuffix("_size"), 1) for key in mesh
@@ -290,7 +373,7 @@ def describe_misfit(run: PlannedRun, hardware: Hardware, least: float, batch: in
 def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
     """Return the smallest change with which the run would fit, whose GPUs divide ``batch`` rows."""
     for change, changed, count in _list_changes(run, hardware.num_gpus):
-        starts = {} if batch % count else list_starts(run.model_config, count)[0]
+        starts = {} if batch % count else list_starts(changed, run.model_config, count)[0]
         for layout in (layout for layout, start in starts.items() if start.name in REPLICATED_OR_SHARDED):
             plan = plan_memory(changed, run.model_config, layout)
             if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
@@ -336,13 +419,14 @@ def compose_flags(start: Start, layout: Layout, file: str = "") -> str:
     Args:
         start: Launch of the layout.
         layout: The layout.
-        file: Quoted path of a written launch file; empty for the shipped one, whose mesh sizes are then given in words.
+        file: Quoted path of a written launch file; empty for the shipped one, whose changes are then given in words.
     """
     sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
-    mesh = f" with {', '.join(sizes)}" if sizes and not file else ""
+    sizes += ["mixed_precision fp16"] if start.launch.precision == "fp16" else []
+    changes = f" with {', '.join(sizes)}" if sizes and not file else ""
     # A flag, because launch files of accelerate have no key for pipeline stages.
     stages = f" --pipeline_stages {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
-    return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{mesh}"
+    return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{changes}"
 
 
 def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], layout: Layout, start: Start) -> None:

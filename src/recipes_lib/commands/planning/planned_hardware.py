@@ -44,7 +44,6 @@ class Hardware:
     Attributes:
         device: The GPU.
         num_gpus: Number of GPUs.
-        peak: Peak FLOP/s of a GPU in the precision of the run.
         mfu: Model FLOPs utilisation, above 0 and at most 1.
         source: Origin of the MFU.
         measured: Measured MFU; ``None`` to use published values.
@@ -56,7 +55,6 @@ class Hardware:
 
     device: Device
     num_gpus: int
-    peak: float
     mfu: float
     source: str
     measured: Measured | None
@@ -67,17 +65,21 @@ class Hardware:
 
     def compute_hours(self, num_flops: float) -> float:
         """Return the hours that ``num_flops`` FLOPs take, without failures."""
-        return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
+        return compute_hours(num_flops, self.num_gpus, self.device.flops, self.mfu)
 
     def adapt_to(self, config: RecipeConfig) -> Hardware:
         """Return the hardware with the MFU of another configuration, such as one with activation checkpointing."""
         mfu, source = find_efficiency(config, self.measured)
         return dataclasses.replace(self, mfu=mfu, source=source)
 
+    def describe_rate(self) -> str:
+        """Return the factors of the model FLOPs per second."""
+        return f"{self.num_gpus} GPUs x {self.device.flops:.3g} FLOP/s x {self.mfu:g} MFU"
+
     def describe(self) -> Iterator[Row]:
         """Yield rows about the GPU and the origin of its MFU."""
         device = self.device
-        text = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:.4g} TFLOP/s"
+        text = f"{device.name}: {device.memory / 1e9:g} GB, {device.flops / 1e12:.4g} TFLOP/s"
         yield "GPU", text + (f"; taken to be {device.assumed}" if device.assumed else "")
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 

@@ -24,15 +24,9 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
-from recipes_lib.planning.compute import (
-    FLOPS_PER_TOKEN,
-    TOKENS_PER_PARAMETER,
-    compute_model_size,
-    compute_training_flops,
-    find_planned_model,
-)
-from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
+from recipes_lib.planning import compute
 from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
@@ -81,7 +75,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), "is not a finished run", remedy))
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
-    size = compute_model_size(config)
+    size = compute.compute_model_size(config)
     # Not an earlier evaluation if the last one is NaN.
     loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:
@@ -99,11 +93,10 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
 def _read_tokenizer(folder: Path) -> object:
     """Return what determines the tokens of a text; of a run without ``tokenizer.json``, the size of its vocabulary."""
-    with suppress(DataError):
-        record = read_record(folder / "tokenizer.json")
-        return [record.get(name) for name in ("normalizer", "pre_tokenizer", "model")]
-    with suppress(DataError):
-        return read_record(folder / "config.json").get("vocab_size")
+    for file, names in (("tokenizer.json", ("normalizer", "pre_tokenizer", "model")), ("config.json", ("vocab_size",))):
+        with suppress(DataError):
+            record = read_record(folder / file)
+            return [record.get(name) for name in names]
     return None
 
 
@@ -134,7 +127,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
         plan_pretraining(check_text("pretrain", text, path), 1)
         replace_text(path, text)
         stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
-        flops[name] = compute_training_flops(size, keys["max_tokens"])
+        flops[name] = compute.compute_training_flops(size, keys["max_tokens"])
         yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
     largest = max(value for name, value in flops.items() if name != _TARGET)
     law = "${output_dir}/scaling.json"
@@ -188,9 +181,9 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     }
     architecture = {**base.model.model_config, **sizes}
     sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
-    size = compute_model_size(find_planned_model(sized)).total
+    size = compute.compute_model_size(compute.find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = 0.3118 * max(compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
+    rate = 0.3118 * max(compute.compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -216,9 +209,7 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
         raise DataError(*problems)
     fit = fit_law(runs)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
-    with explain_write_errors(options.output, "name another --output"):
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        replace_record(options.output, dataclasses.asdict(fit) | record)
+    _write_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {embeddings}"
     for field in dataclasses.fields(Law):
@@ -251,8 +242,8 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
         half = best.num_parameters / 2
         tokens = fit.law.find_overtrained(best.loss, half)
         yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
-    size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
-    yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
+    size = (options.flops / compute.FLOPS_PER_TOKEN / compute.TOKENS_PER_PARAMETER) ** 0.5
+    yield "20 per param.", f"{size:.4g} parameters, {compute.TOKENS_PER_PARAMETER * size:.4g} tokens"
 
 
 def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
@@ -261,35 +252,39 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     Raises:
         ConfigError: No flag describes the run, or as ``_list_fits`` and ``_describe_reach``.
     """
-    if not (options.parameters or options.config or options.run):
-        remedy = "write --parameters and --tokens, --config or --run"
-        raise ConfigError(Problem("recipes scale predict", "no flag describes the run", remedy))
     counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
-    run = Run(options.parameters, options.tokens, math.nan)
-    if options.config:
-        run = _size_config(options.config, counts_embeddings=counts)
     if options.run:
         run = read_scaling_run(options.run, counts_embeddings=counts)
+    elif options.config:
+        run = _size_config(options.config, counts_embeddings=counts)
+    elif options.parameters:
+        run = Run(options.parameters, options.tokens, math.nan)
+    else:
+        remedy = "write --parameters and --tokens, --config or --run"
+        raise ConfigError(Problem("recipes scale predict", "no flag describes the run", remedy))
     yield "run", f"{run.num_parameters:,.0f} parameters, {run.num_tokens:,.0f} tokens, {run.num_flops:.3g} operations"
     for name, fit in _list_fits(options.fit):
         loss = fit.law.compute_loss(*run[:2])
         interval = fit.compute_interval(lambda law: law.compute_loss(*run[:2]))
-        record = {**run._asdict(), "predicted": loss, "interval": interval}
+        record: dict[str, Any] = {"num_parameters": run.num_parameters, "num_tokens": run.num_tokens}
+        record |= {"predicted": loss, "interval": interval}
         yield name, ""
         yield "  loss", _format(fit, lambda law: law.compute_loss(*run[:2]))
         yield from _describe_reach(fit, run.num_flops)
         if options.run:
-            record["error"] = loss / run.loss - 1
-            place = "" if interval is None else ", in" if interval[0] <= run.loss <= interval[1] else ", outside of"
-            position = f"{place} the interval" if place else ""
-            yield "  measured", f"{run.loss:.4g}: error of the prediction {record['error']:+.2%}{position}"
+            record |= {"error": (error := loss / run.loss - 1), "measured": run.loss}
+            place = "in" if interval and interval[0] <= run.loss <= interval[1] else "outside of"
+            position = f", {place} the interval" if interval else ""
+            yield "  measured", f"{run.loss:.4g}: error of the prediction {error:+.2%}{position}"
         if options.output:
-            # Of a predicted run the loss is NaN.
-            del record["loss"]
-            with explain_write_errors(options.output, "name another --output"):
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
+            _write_record(options.output, record)
             yield "written to", str(options.output)
+
+
+def _write_record(path: Path, record: Mapping[str, Any]) -> None:
+    with explain_write_errors(path, "name another --output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_record(path, record)
 
 
 def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
@@ -299,10 +294,12 @@ def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
         ConfigError: The configuration is invalid, or the length of the run is in epochs.
     """
     config = load_config("pretrain", ["--config", str(path)])
-    if (num_tokens := count_run_tokens(config, 1)) is None:
+    # Not by steps where the tokens are given: in steps of one process, a long run has too many to be planned.
+    num_tokens = config.pretraining.max_tokens or count_run_tokens(config, 1)
+    if num_tokens is None:
         remedy = "write `max_tokens: ...` or `max_steps: ...`"
         raise ConfigError(Problem(str(path), "the length of the run is in epochs", remedy))
-    size = compute_model_size(find_planned_model(config))
+    size = compute.compute_model_size(compute.find_planned_model(config))
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 

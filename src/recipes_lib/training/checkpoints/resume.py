@@ -14,8 +14,7 @@ from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
-from recipes_lib.planning.pretraining import PretrainingPlan, count_run_tokens, plan_pretraining
-from recipes_lib.planning.schedule import agree_until
+from recipes_lib.planning.schedule import PretrainingPlan, agree_until, count_run_tokens, plan_pretraining
 from recipes_lib.training.checkpoints.manifest import (
     Record,
     find_damage,

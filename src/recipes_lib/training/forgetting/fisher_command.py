@@ -127,7 +127,7 @@ def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
     """Return the packed training rows of a run in the order of its first epoch; streams in their own order."""
     if config.recipe == "pretrain":
         from recipes_lib.data.tokens.token_data import prepare_tokens
-        from recipes_lib.planning.pretraining import count_run_tokens
+        from recipes_lib.planning.schedule import count_run_tokens
         from recipes_lib.training.trainers.pretraining_rows import build_rows
 
         tokens = prepare_tokens(

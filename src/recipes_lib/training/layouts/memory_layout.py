@@ -13,7 +13,7 @@ from recipes_lib.models.parallel.pipeline_parallel import verify_pipeline_parall
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.planning.activations import AUTO, list_keys
 from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
-from recipes_lib.planning.devices import find_efficiency, find_peak
+from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -65,9 +65,10 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
     with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated
         if config.recipe not in RL_RECIPES and not config.distillation.lmbda:
-            peak, (mfu, _) = find_peak(device_name, config), find_efficiency(config)
+            device, (mfu, _) = choose_device(device_name), find_efficiency(config)
+            verify_peak(device, config)
             num_flops = count_step(config, find_planned_model(config), launch.data_size).num_flops
-            planned["step_seconds"] = 3600 * compute_hours(num_flops, launch.world_size, peak, mfu)
+            planned["step_seconds"] = 3600 * compute_hours(num_flops, launch.world_size, device.flops, mfu)
     return planned or None
 
 

@@ -18,7 +18,7 @@ from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+from recipes_lib.planning.schedule import PretrainingPlan, plan_pretraining
 
 _EXAMPLE_TOKENS: Final = 1 << 16
 """Tokens of a held-out source that are searched for example documents."""
