@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
@@ -19,7 +19,7 @@ from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import (
     build_quantization_config,
-    check_checkpoint_bits,
+    check_quantization,
     count_quantized_bytes,
 )
 from recipes_lib.planning.compute import find_planned_model
@@ -195,7 +195,7 @@ def test_quantised_checkpoint_requires_key_of_its_bits(tiny_model_dir, tmp_path,
     with pytest.raises(ConfigError, match=f"not to {other}"):
         load_verified_config(run, AutoTokenizer.from_pretrained(tiny_model_dir), 64)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert [len([*check_checkpoint_bits("x", config, one)]) for one in (few, QuantizationConfig())] == [0, 1]
+    assert [len([*check_quantization("x", config, one)]) for one in (few, QuantizationConfig())] == [0, 1]
     assert torch.equal(compute_probe_logits(load(tmp_path, few)), compute_probe_logits(load(tiny_model_dir, few)))
 
 
@@ -229,3 +229,13 @@ def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
             held += [state.absmax, *([state.state2.absmax] if state.nested else [])]
     real = sum(t.numel() * t.element_size() for t in {id(t): t for t in held if t is not None}.values())
     assert count_quantized_bytes(empty, config) == pytest.approx(real, rel=5e-3)
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+def test_mamba_is_refused_before_it_is_quantised(tmp_path, bits):
+    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path)
+    assert [*check_quantization("x", MambaConfig(**sizes), QuantizationConfig())] == []
+    with pytest.raises(ConfigError, match="quantised weights of Mamba") as caught:
+        load(tmp_path, QuantizationConfig(**{bits: True}))
+    assert caught.value.problems[0].where == bits

@@ -47,7 +47,7 @@ from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
-from recipes_lib.models.quantization import check_checkpoint_bits, keep_differentiable
+from recipes_lib.models.quantization import check_quantization, keep_differentiable
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
@@ -260,7 +260,7 @@ def load_pretrained(
     # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
-    if quantization and (faults := [*check_checkpoint_bits(name, load_model_config(config)[0], quantization)]):
+    if quantization and (faults := [*check_quantization(name, load_model_config(config)[0], quantization)]):
         raise ConfigError(*faults)
     if quantization and PartialState().device.type == "cpu":
         # transformers' default for quantised weights is a GPU, also for a run on the CPU of a machine with one.

@@ -59,12 +59,13 @@ def build_quantization_config(
     )
 
 
-def check_checkpoint_bits(
+def check_quantization(
     name: str, model_config: PreTrainedConfig, requested: QuantizationConfig | BitsAndBytesConfig
 ) -> Iterator[Problem]:
-    """Yield a problem if a checkpoint is quantised by bitsandbytes, and not to the requested bits.
+    """Yield a problem if a checkpoint has other bits than requested, or its architecture cannot be quantised.
 
-    transformers ignores the request and keeps the bits of the checkpoint.
+    transformers ignores the request and keeps the bits that bitsandbytes has quantised a checkpoint to. Its Mamba
+    multiplies by the weight of ``dt_proj`` itself, unlike Falcon Mamba and Jamba (transformers 5.23).
 
     Args:
         name: Name of the model, for the message.
@@ -78,6 +79,8 @@ def check_checkpoint_bits(
         found = f"the checkpoint of {name} is quantised ({held[0]})" + (f", not to {wanted[0]}" if wanted else "")
         remedy = f"set {held[0]}: true and use_peft: true, or name the model that it was made from"
         yield Problem(wanted[0] if wanted else "model_name_or_path", found, remedy)
+    elif wanted and model_config.model_type == "mamba":
+        yield Problem(wanted[0], "transformers cannot compute with quantised weights of Mamba", "delete the line")
 
 
 def list_quantized(model: Any) -> list[nn.Linear]:

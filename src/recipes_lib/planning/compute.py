@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
-from recipes_lib.models.quantization import check_checkpoint_bits
+from recipes_lib.models.quantization import check_quantization
 from recipes_lib.models.structure import find_head_dim, freeze_outside_text, list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
@@ -348,7 +348,7 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
     if (architecture := config.model.model_config) is None:
         model_config = find_shape(config.model)
         name = str(config.model.model_name_or_path)
-        if problems := [*check_checkpoint_bits(name, model_config, config.quantization)]:
+        if problems := [*check_quantization(name, model_config, config.quantization)]:
             raise ConfigError(*problems)
         return model_config
     for key in ("num_hidden_layers", "vocab_size", "hidden_size"):

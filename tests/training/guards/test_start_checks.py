@@ -9,7 +9,10 @@ from tests.training.pairs import make_pair_trainer, make_pairs
 from tests.training.trajectories import make_packs, make_trainer, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import DivergedError
+from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.training.guards.start_checks import (
     StartChecks,
     report_untrained,
@@ -39,6 +42,23 @@ def test_accumulation_check_passes_without_side_effects(tiny_model_dir, tmp_path
     assert set(trainer.observer.counter.totals().values()) == {0}
     assert trainer.guard.inputs.losses == []
     assert not trainer.model.training
+
+
+def test_rows_of_a_batch_may_change_rounding_of_8_bit_products(tiny_model_dir, tmp_path):
+    """Columns with outliers in any row, as large models have them, are multiplied in 16 bits."""
+    trainer = make_ready(tiny_model_dir, tmp_path / "run")
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "norm" in name:
+                parameter[:4] = 5
+            else:
+                parameter *= 10
+    trainer.model.save_pretrained(tmp_path / "outliers")
+    options = build_quantization_config(QuantizationConfig(load_in_8bit=True), torch.float32, "")
+    trainer.model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path / "outliers")), "sdpa", options)
+    trainer.model_wrapped = trainer.model
+    trainer.add_loss_head()
+    assert verify_accumulation(trainer).startswith("accumulation: two rows have the loss")
 
 
 def test_accumulation_check_reads_first_rows_of_stream(tiny_model_dir, tmp_path):

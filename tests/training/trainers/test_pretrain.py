@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 
@@ -14,6 +15,7 @@ from tests.training.pretraining import build_config, run_recipe, write_documents
 from transformers import AutoTokenizer
 
 from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
 from recipes_lib.training.trainers.pretraining_rows import build_rows
 
@@ -70,6 +72,17 @@ def test_losses_equal_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isol
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     expected = train_by_loop(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
     assert [step["loss"] for step in read_events(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
+
+
+def test_recurrent_model_trains_once_refusal_is_followed(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    keys = {"model_config": {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}, "max_steps": 1}
+    with pytest.raises(ConfigError) as refusal:
+        run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys), monkeypatch)
+    (problem,) = refusal.value.problems
+    key = "cross_document_attention"
+    assert f"{key}: true" in problem.remedy
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, **keys, **{key: True}), monkeypatch)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
 
 
 def test_batch_ramp_follows_planned_rows_and_learning_rates(tmp_path, tiny_tokenizer_dir, monkeypatch):

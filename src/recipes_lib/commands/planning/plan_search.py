@@ -22,7 +22,7 @@ from recipes_lib.config.loader import drop_flags, load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
-from recipes_lib.models.quantization import check_checkpoint_bits
+from recipes_lib.models.quantization import check_quantization
 from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
@@ -401,7 +401,7 @@ def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeCon
         for bits, key in (("16", ""), ("4", ", `load_in_4bit: true`")):
             quantized = dataclasses.replace(config.quantization, load_in_4bit=bits == "4", load_in_8bit=False)
             # A quantised checkpoint cannot be loaded with other bits, and vLLM needs merged weights.
-            is_refused = any(check_checkpoint_bits("", model_config, quantized))
+            is_refused = any(check_quantization("", model_config, quantized))
             if not is_refused and not (quantized.load_in_4bit and config.engine.use_vllm):
                 changed = dataclasses.replace(adapted, quantization=quantized)
                 yield f"{how} on {bits}-bit weights ({keys}{key})", changed, number

@@ -68,6 +68,9 @@ ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 _MIXING_ROWS: Final = ("afmoe", "gpt_oss")
 """Model types whose masks have no ``position_ids``, up to transformers 5.24; ``verify_isolation`` finds others."""
 
+_SEPARATE: Final = "set packing: false (in pretraining, cross_document_attention: true)"
+_OTHERWISE: Final = f"{_SEPARATE}, or another attn_implementation"
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
@@ -165,7 +168,7 @@ def choose_kernel(
         ]
     elif packing and LAYOUTS[chosen] == "rows" and config.model_type in _MIXING_ROWS:
         found = f"{chosen} cannot separate documents: the mask of {config.model_type} models ignores position_ids"
-        remedy = "set packing: false, or attn_implementation to a kernel without a mask"
+        remedy = f"{_SEPARATE}, or attn_implementation to a kernel without a mask"
         problems.append(Problem("packing", found, remedy))
     if chosen is None or problems:
         raise ConfigError(*problems)
@@ -207,7 +210,7 @@ def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
         reason = "takes no position_ids, so that documents cannot be separated"
     else:
         return []
-    return [Problem("packing", f"a {config.model_type} model {reason}", "set packing: false")]
+    return [Problem("packing", f"a {config.model_type} model {reason}", _SEPARATE)]
 
 
 def _takes_position_ids(model_class: Any) -> bool:
@@ -300,8 +303,7 @@ def verify_isolation(model: Any, layout: Layout) -> None:
             rounding = measure_rounding(model, lambda: _run_packed(model, documents, layout)[1], together[1])
             eps = find_rounding_error(together[0])
     except (RuntimeError, TypeError, ValueError) as error:
-        remedy = "set packing: false, or another attn_implementation"
-        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
+        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", _OTHERWISE)) from error
     scale = max(states.abs().max().item() for states in together)
     # Beside a changed document, only mixtures of experts differ by rounding, since the tokens of an expert change.
     for others, allowed in ((swapped, max(1e-4 * scale, rounding)), (beside_another, scale * max(1e-5, 4 * eps))):
@@ -309,7 +311,7 @@ def verify_isolation(model: Any, layout: Layout) -> None:
         if not difference <= allowed:
             outputs = "hidden states" if hasattr(model, HEAD) else "logits"
             found = f"a document does not keep its {outputs} beside another: one moves by {difference:.2g}"
-            raise ConfigError(Problem("packing", found, "set packing: false, or another attn_implementation"))
+            raise ConfigError(Problem("packing", found, _OTHERWISE))
 
 
 def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:

@@ -242,5 +242,11 @@ def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractC
 
 
 def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
-    """Return the dtype that bounds the rounding error of results: the narrower one of weights and matrix products."""
+    """Return the dtype that bounds the rounding error of results: the narrower one of weights and matrix products.
+
+    For 8-bit weights, ``bfloat16``: activations are rounded to 8 bits too, and which columns are not, because they have
+    outliers, depends on all rows of a batch.
+    """
+    if getattr(model, "is_loaded_in_8bit", False):
+        return torch.bfloat16
     return find_factor_dtype(min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize))

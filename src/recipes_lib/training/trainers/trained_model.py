@@ -18,7 +18,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.models.inference import disable_dropout
 from recipes_lib.models.loading import check_agreement, choose_teacher, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.tensor_parallel import build_distribution
-from recipes_lib.models.quantization import build_quantization_config, check_checkpoint_bits
+from recipes_lib.models.quantization import build_quantization_config, check_quantization
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -52,7 +52,7 @@ def load_verified_config(
     max_length = config.tokens.max_length
     model_config, generation_config = find_model_config(config.model, tokenizer, max_length)
     problems = check_agreement(model_config, generation_config, tokenizer, max_length=longest)
-    problems += check_checkpoint_bits(str(config.model.model_name_or_path), model_config, config.quantization)
+    problems += check_quantization(str(config.model.model_name_or_path), model_config, config.quantization)
     if vocabulary is not None:
         where = config.provenance.get(TEACHER, TEACHER)
         with reported_at(where):
