@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CTRLConfig,
+    DynamicCache,
     FalconConfig,
     Gemma2Config,
     GPTJConfig,
@@ -187,12 +188,23 @@ def test_layers_hold_16_bit_copies_of_frozen_weights_unless_recomputed_or_quanti
 
 
 @pytest.mark.parametrize(
-    ("layout", "keys", "width"), [(SINGLE, {}, 4), (SHARDED, {}, 2), (SHARDED, {"bf16": False}, 4)]
+    ("layout", "options", "dtypes"),
+    [
+        # Rotation by float32 angles follows the projection of keys under autocast, and none that of values.
+        (SINGLE, {}, (torch.float32, torch.bfloat16)),
+        (SHARDED, {}, (torch.bfloat16, torch.bfloat16)),
+        (SHARDED, {"bf16": False}, (torch.float32, torch.float32)),
+    ],
 )
-def test_cache_has_dtype_of_weights_in_a_pass(count, layout, keys, width) -> None:
-    terms = count("grpo", layout, reward_funcs=["a.b:c"], response_length=8, per_device_eval_batch_size=4, **keys)
-    # Keys and values of 32 features in each of 2 layers.
-    assert terms["KV cache of a batch"] == width * 2 * 2 * 32 * 64 * 4
+def test_cache_has_dtypes_of_a_pass(count, layout, options, dtypes) -> None:
+    terms = count("grpo", layout, reward_funcs=["a.b:c"], response_length=8, per_device_eval_batch_size=4, **options)
+    cache = DynamicCache()
+    for layer in range(2):
+        # transformers 5.23 stores values in the type of keys, 5.24 in their own.
+        keys, values = (torch.zeros(4, 2, 64, 16, dtype=dtype) for dtype in dtypes)
+        cache.update(keys, values, layer)
+    expected = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert terms["KV cache of a batch"] == expected
 
 
 def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters) -> None:

@@ -73,6 +73,8 @@ def test_emulated_bf16_warns(
     warns: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    # Its default counts devices in a CUDA build, which would then initialise the driver.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA T4")
     monkeypatch.setattr(run_module, "supports_bf16", lambda: has_bf16)
     start_run(make_config(tmp_path / "run"), dataclasses.replace(ONE, precision=precision))

@@ -66,6 +66,8 @@ def test_data_loader_workers_are_forked(keys, method, tmp_path):
 
 def test_single_process_uses_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    # Its default counts devices in a CUDA build, which would then initialise the driver.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     config = make_config(tmp_path, bf16=False, per_device_train_batch_size=4, per_device_eval_batch_size=3)
