@@ -490,7 +490,7 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
         return default
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if name not in compute.read_shapes() and (adapter := find_adapter(name, revision)) is not None:
+        if name not in compute.SHIPPED_SHAPES and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
         return compute.find_shape(named)
     except ConfigError:

@@ -29,7 +29,7 @@ from recipes_lib.commands.planning.plan_search import (
 )
 from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import read_shapes
+from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.search import search
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -145,7 +145,7 @@ def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price
         verify_limits(options, hours, hardware)
 
 
-LAYERS = read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+LAYERS = SHIPPED_SHAPES["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
 
 
 ANSWERS = {
