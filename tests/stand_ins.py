@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from recipes_lib.planning.compute import read_shapes
+from recipes_lib.planning.compute import SHIPPED_SHAPES
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ SHAPES: Mapping[str, Shape] = {
 
 def build_config(name: str, **changes: Any) -> Any:
     """Build the configuration of the model ``name``."""
-    return AutoConfig.for_model(**{**read_shapes()[name], "dtype": "bfloat16", **changes})
+    return AutoConfig.for_model(**{**SHIPPED_SHAPES[name], "dtype": "bfloat16", **changes})
 
 
 TEMPLATES: Mapping[str, str] = {
@@ -142,7 +142,7 @@ def save_shape(name: str, folder: Path) -> Path:
 def save_small(name: str, folder: Path, *, is_scorer: bool = False) -> Path:
     """Write a small random model of the architecture of ``name`` and its tokenizer; a reward model if ``is_scorer``."""
     tokenizer = build_tokenizer(name)
-    sizes = SMALL | {key: 8 for key in ("head_dim",) if key in read_shapes()[name]}
+    sizes = SMALL | {key: 8 for key in ("head_dim",) if key in SHIPPED_SHAPES[name]}
     config = build_config(name, **sizes, vocab_size=len(tokenizer), dtype="float32", **_ids(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -45,7 +45,7 @@ def test_other_names_are_no_known_gpu(name: str) -> None:
         ("H100", {}, "float32", 989e12),
         ("H100", {"bf16": False}, "bfloat16", 989e12),
         ("V100", {"fp16": True}, "float32", 125e12),
-        ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*fp16: true"),
+        ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*`bf16: false` and `fp16: true`"),
         ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
         ("Abacus", {}, "float32", "'Abacus' is not known\n.*nvidia-smi"),
         ("48GB", {}, "float32", "of '48GB' in bfloat16 is not known\n.*nvidia-smi"),

@@ -42,7 +42,7 @@ from recipes_lib.planning.memory import (
     plan_memory,
     resolve_checkpointing,
 )
-from recipes_lib.planning.memory_plan import KINDS, SCALES, Held, Layout
+from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 
 KEYS: dict[str, Any] = {
     "max_length": 64,
@@ -173,7 +173,9 @@ def test_quantized_base_counts_bits_of_linear_layers(count, tiny_model_dir) -> N
     # bitsandbytes has the scales beside the parameters, which FSDP2 shards or offloads without them.
     for shards, rest in ((1, 0), (4, 3 / 4), (0, 1)):
         keys = {"load_in_4bit": True, "use_bnb_nested_quant": False, "lora_r": 4}
-        scales = count("lora", Layout("fsdp2", 4, Held(shards, shards, shards)), **keys).get(SCALES, 0)
+        scales = count("lora", Layout("fsdp2", 4, Held(shards, shards, shards)), **keys).get(
+            "scales of 4-bit weights, not sharded", 0
+        )
         assert scales == rest * linear * 4 / 64
 
 

@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
 
 from recipes_lib.losses.projection import build_projection, choose_chunk_bytes
 from recipes_lib.planning import memory_plan
-from recipes_lib.planning.memory_plan import CONTEXT, FORMULAS, LOGITS, RESERVE, Layout, MemoryPlan, shorten
+from recipes_lib.planning.memory_plan import CONTEXT, FORMULAS, LOGITS, PHASES, RESERVE, Layout, MemoryPlan, shorten
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ def test_fit_includes_cuda_context_and_fragmentation() -> None:
 
 def test_formulas_have_names_and_constants_of_components() -> None:
     names = {name for key, name in vars(memory_plan).items() if key.isupper() and isinstance(name, str)}
-    assert names - {memory_plan.GATHERED} <= FORMULAS.keys()
-    assert FORMULAS[memory_plan.SAMPLED].startswith(f"{memory_plan.SAMPLING_BYTES} x")
+    for phases in PHASES.values():
+        names |= {name.removeprefix("model, ").removeprefix("policy, ") for part in phases.values() for name in part}
+    assert names - {"critic, gradients"} <= FORMULAS.keys()
+    assert FORMULAS["logits of a batch"].startswith(f"{memory_plan.SAMPLING_BYTES} x")
     assert FORMULAS[RESERVE].startswith(f"{memory_plan._RESERVED:.0%}")

@@ -11,7 +11,7 @@ import pytest
 from tests.planning.runs import build_config
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
-from recipes_lib.planning.compute import read_shapes
+from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
@@ -169,7 +169,7 @@ def test_pipeline_bubble_is_added_to_compute(tiny_model_dir: Path) -> None:
     assert min(found, key=lambda one: one.seconds).keys["per_device_train_batch_size"] == 1
 
 
-SHAPE_OF_8B = read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+SHAPE_OF_8B = SHIPPED_SHAPES["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
 LLAMA = AutoConfig.for_model(**SHAPE_OF_8B)
 """The layers of Llama 3.1 8B; fewer of them, and a smaller vocabulary, are counted faster."""
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import find_shape, read_shapes
+from recipes_lib.planning.compute import SHIPPED_SHAPES, find_shape
 
 
-@pytest.mark.parametrize("name", read_shapes())
+@pytest.mark.parametrize("name", SHIPPED_SHAPES)
 def test_shipped_shape_has_published_parameter_count(name) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(find_shape(ModelConfig(model_name_or_path=name)))

@@ -23,10 +23,8 @@ from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import (
     COMMUNICATION,
     CONTEXT,
-    COPIES,
     RESERVE,
     SAMPLING_BYTES,
-    UNREDUCED,
     Held,
     Layout,
 )
@@ -126,7 +124,7 @@ def test_planned_activations_and_cache_match_real_passes(configure, name, is_hal
         output = policy(**inputs, with_statistics=True, token_logps=True)
     assert output.logps.requires_grad
     terms = plan(config, is_half=is_half).components
-    planned = terms["activations of a micro-batch"] + terms.get(COPIES, 0)
+    planned = terms["activations of a micro-batch"] + terms.get("16-bit copies of the weights in a pass", 0)
     # Autocast caches copies of all adapter weights, of which the graph holds some.
     tolerance = 0.07 if is_half and name != "separate_models" else 0.02
     assert planned == pytest.approx(count([t for t in (held() for held in kept) if t is not None]), rel=tolerance)
@@ -164,7 +162,7 @@ def test_phase_peaks_are_sums_of_components(configure):
     )
     # Gradients of a layer, or of embeddings and projection, before they are reduced.
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
-    assert shared.components[UNREDUCED] == 4 * max(layer, 2 * 32 * 64 + 64)
+    assert shared.components["gradients before they are reduced"] == 4 * max(layer, 2 * 32 * 64 + 64)
     # Gathered in the compute dtype: the policy for sampling, two layers and the projection for forward passes.
     narrow = plan(config, num_shards=4, is_half=True).components
     assert narrow["gathered for sampling"] * 2 == shared.components["gathered for sampling"]

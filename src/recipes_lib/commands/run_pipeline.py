@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The pipeline file, one of its stages or a flag is invalid.
     """
-    options = _build_parser().parse_args(list(argv))
+    parser = _build_parser()
+    options = parser.parse_args(list(argv))
     if problems := list(find_problems("run", options)):
         raise ConfigError(*problems)
     pipeline = load_pipeline(options.pipeline, options.output_dir)
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
-    if unused := [flag for flag in _OF_EXECUTORS if getattr(options, flag) not in (None, 1)]:
+    if unused := [flag for flag in _OF_EXECUTORS if getattr(options, flag) != parser.get_default(flag)]:
         found = "has no effect on stages that run here"
         raise ConfigError(Problem(f"--{unused[0]}", found, "add --plan or --executor, or remove it"))
     code = run_pipeline(

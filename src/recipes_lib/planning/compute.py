@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -317,12 +316,10 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
     return num_flops / (num_gpus * peak * mfu * 3600)
 
 
-@functools.cache
-def read_shapes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the shipped configurations of models by Hub id, with the keys of ``config.json``."""
-    path = Path(__file__).with_name("shapes.yaml")
-    shapes: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return shapes
+SHIPPED_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = yaml.safe_load(
+    Path(__file__).with_name("shapes.yaml").read_text("utf-8")
+)
+"""Shipped configurations of models by Hub id, with the keys of ``config.json``."""
 
 
 def find_shape(model: ModelConfig) -> PreTrainedConfig:
@@ -331,7 +328,7 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ConfigError: The model has no shipped configuration, and its own cannot be loaded.
     """
-    sizes = read_shapes().get(str(model.model_name_or_path))
+    sizes = SHIPPED_SHAPES.get(str(model.model_name_or_path))
     if sizes is None:
         return load_model_config(model)[0]
     config: PreTrainedConfig = AutoConfig.for_model(**{"dtype": "bfloat16", **sizes})

@@ -157,7 +157,9 @@ def verify_peak(device: Device, config: RecipeConfig) -> None:
         return
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB"
     if device.flops:
-        remedy = "write `fp16: true`" if dtype == torch.bfloat16 else "write `bf16: true`, or leave out --gpu"
+        remedy = "write `bf16: true`, or leave out --gpu"
+    if device.flops and dtype == torch.bfloat16:
+        remedy = "write `bf16: false` and `fp16: true`"
     found = f"the peak of {device.name!r} in {str(dtype).removeprefix('torch.')} is not known"
     raise ConfigError(Problem("--gpu", found, remedy))
 

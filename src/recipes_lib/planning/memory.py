@@ -38,7 +38,7 @@ from recipes_lib.planning import activations, compute, memory_plan
 from recipes_lib.planning.activations import Activations, Checkpointing
 from recipes_lib.planning.devices import Kind
 from recipes_lib.planning.disk import count_state_bytes
-from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
+from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan, shorten
 
 _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
@@ -77,7 +77,7 @@ def plan_memory(
         # Of the scales, weights already have the share that they would have of parameters.
         number = sum(layer.weight.numel() for layer in list_quantized(built.trained) if not layer.weight.requires_grad)
         scales, shards = round(number * count_scale_bytes(config.quantization)), layout.shards.weights
-        temporary[memory_plan.SCALES] = scales - (scales // shards if shards else 0)
+        temporary["scales of 4-bit weights, not sharded"] = scales - (scales // shards if shards else 0)
     kept = count_kept(config, narrowed, layout)
     if samples:
         temporary |= _count_rollouts(config, narrowed, layout, built, kept)
@@ -86,7 +86,7 @@ def plan_memory(
         # FSDP2 prefetches the next layer; layers of a pipeline stage stay gathered until the last micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
-        temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
+        temporary["gathered: layers, embeddings and output projection"] = numbers * _count_width(config, narrowed)
     choices = count_choices(config, narrowed, layout, kept)
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
@@ -247,7 +247,7 @@ def count_choices(
         kinds = {mode: Checkpointing.of(options) for mode, options in activations.MODES.items()}
     return {
         name: {
-            memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
+            "activations of a micro-batch": kept.count(checkpointing, layout.in_flight),
             **_count_other_keys(config, model_config, layout, checkpointing),
         }
         for name, checkpointing in kinds.items()
@@ -266,7 +266,7 @@ def _count_other_keys(
     batch = Batch.of(config, layout)
     others = batch.num_rows * batch.length * (layout.context - 1)
     bytes_per_key = _count_width(config, model_config) * compute.count_features(model_config)[1]
-    return {memory_plan.OTHER_KEYS: 2 * bytes_per_key * others * num_layers}
+    return {"keys and values of the other ranks' tokens": 2 * bytes_per_key * others * num_layers}
 
 
 def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
@@ -275,20 +275,22 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
-        temporary[memory_plan.ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
+        temporary["bucket in which gradients are reduced"] = min(gradients, _BUCKET_SIZE * width)
     elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in compute.RL_RECIPES:
-        temporary[memory_plan.BUCKETS] = gradients
+        temporary["buckets in which gradients are summed"] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
-        temporary[memory_plan.UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
+        in_layers = sum(layers) if layout.pipeline_stages > 1 else max(layers)
+        temporary["gradients before they are reduced"] = 4 * max(in_layers, ends)
     elif is_half and not layout.is_deepspeed:
         # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
         # weights count as activations, because layers that are recomputed do not hold them.
         copied = {*_find_trained(model), *(head.parameters() if head is not None else ())}
-        temporary[memory_plan.COPIES] = 2 * sum(one.numel() for one in copied if one.dtype == torch.float32)
+        number = sum(one.numel() for one in copied if one.dtype == torch.float32)
+        temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
-        temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
+        temporary["gradient of the output projection in a pass"] = 4 * head.weight.numel()
     return temporary
 
 
@@ -384,17 +386,13 @@ _OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
     """Return the phases of a step or iteration with their components; vLLM samples with its own weights."""
-    phases, engine = dict(PHASES), config.engine
-    if config.recipe == "distill":
-        update = memory_plan.ACTIVATIONS, memory_plan.LOGITS, memory_plan.UNREDUCED, memory_plan.HEAD_GRADIENT
-        held = "model, gradients", memory_plan.GATHERED_LAYERS, memory_plan.COPIES
-        return {"sampling": phases["sampling"], "update": (*held, *update)}
+    engine, phases = config.engine, dict(memory_plan.PHASES["distill" if config.recipe == "distill" else "rl"])
     if config.recipe != "ppo":
-        del phases["critic's update"]
+        phases.pop("critic's update", None)
     if engine.use_vllm:
         asleep = (memory_plan.ENGINE, memory_plan.ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
         # A sharded policy is gathered and sent one layer at a time.
-        phases["sampling"] = (memory_plan.GATHERED.format("a layer"), *asleep)
+        phases["sampling"] = ("gathered for a layer", *asleep)
     return phases
 
 
@@ -415,7 +413,7 @@ def _count_rollouts(
             gathered["scoring"] = built.models["reward model"].weights
             # This layer, the prefetched next one, and the output projection.
             gathered["a layer"] = width * (2 * max(layers) + text.vocab_size * text.hidden_size)
-        temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
+        temporary |= {f"gathered for {name}": size for name, size in gathered.items()}
         if has_half_products(config):
             # As gathered weights are, which determines the dtype of keys also under autocast.
             policy.to(torch.bfloat16)
@@ -424,15 +422,15 @@ def _count_rollouts(
         row = activations.count_cache(policy, micro.length)
     if not config.engine.use_vllm:
         temporary |= {
-            memory_plan.CACHE: batch * row,
-            memory_plan.SAMPLED: batch * text.vocab_size * memory_plan.SAMPLING_BYTES,
+            "KV cache of a batch": batch * row,
+            "logits of a batch": batch * text.vocab_size * memory_plan.SAMPLING_BYTES,
         }
     elif config.engine.vllm_mode == "colocate":
         temporary |= {memory_plan.ENGINE: copied, memory_plan.ENGINE_CACHE: row}
     is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
-        temporary[memory_plan.ENGINE_COPY] = copied
-    return temporary | {memory_plan.LAYER: round(max(layer.total for layer in kept.layers) * batch / micro.num_rows)}
+        temporary["16-bit copy that answers"] = copied
+    return temporary | {"a layer of a batch": round(max(layer.total for layer in kept.layers) * batch / micro.num_rows)}
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
@@ -492,7 +490,7 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
         return default
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if name not in compute.read_shapes() and (adapter := find_adapter(name, revision)) is not None:
+        if name not in compute.SHIPPED_SHAPES and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
         return compute.find_shape(named)
     except ConfigError:

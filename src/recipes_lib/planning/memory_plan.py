@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import yaml
 from transformers import PreTrainedConfig
@@ -29,40 +29,18 @@ _MARGIN: Final = 0.1
 """Share of a device that ``auto`` leaves free, because plans have been up to 10 % below measurements."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
 
-BUCKETS: Final = "buckets in which gradients are summed"
-ZERO_BUCKET: Final = "bucket in which gradients are reduced"
-GATHERED_LAYERS: Final = "gathered: layers, embeddings and output projection"
-UNREDUCED: Final = "gradients before they are reduced"
-COPIES: Final = "16-bit copies of the weights in a pass"
-SCALES: Final = "scales of 4-bit weights, not sharded"
-OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
-ACTIVATIONS: Final = "activations of a micro-batch"
 LOGITS: Final = "logits of the loss"
-HEAD_GRADIENT: Final = "gradient of the output projection in a pass"
-CACHE: Final = "KV cache of a batch"
-SAMPLED: Final = "logits of a batch"
-LAYER: Final = "a layer of a batch"
-GATHERED: Final = "gathered for {}"
 ENGINE: Final = "vLLM's weights"
 ENGINE_CACHE: Final = "vLLM's KV cache"
-ENGINE_COPY: Final = "16-bit copy that answers"
 CONTEXT: Final = "CUDA context and workspaces"
 COMMUNICATION: Final = "NCCL buffers"
 RESERVE: Final = "fragmentation reserve"
-PHASES: Final[Mapping[str, Sequence[str]]] = {
-    "sampling": (GATHERED.format("sampling"), COPIES, CACHE, SAMPLED, LAYER),
-    "scoring": (GATHERED.format("scoring"), LAYER),
-    "reading": (GATHERED.format("a layer"), COPIES, LAYER, LOGITS),
-    "policy's update": (
-        *(GATHERED.format("a layer"), COPIES, ACTIVATIONS, "policy, gradients", UNREDUCED, LOGITS, HEAD_GRADIENT),
-    ),
-    "critic's update": (GATHERED.format("a layer"), COPIES, ACTIVATIONS, "critic, gradients", UNREDUCED),
-}
-"""Phases of an iteration of PPO with their temporary components; components in no phase are held in all of them."""
-
-
-FORMULAS: Final[Mapping[str, str]] = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text("utf-8"))
+_TABLE: Final[Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("components.yaml").read_text("utf-8"))
+FORMULAS: Final[Mapping[str, str]] = _TABLE["formulas"]
 """Formula of each component by its name, of models by the part after the model."""
+PHASES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = _TABLE["phases"]
+"""Phases of a step of distillation and of an iteration of PPO (``rl``), each with its temporary components; components
+in no phase are held in all of them."""
 
 
 class Held(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import DataError, Problem
 from recipes_lib.planning.compute import FLOPS_PER_TOKEN, compute_training_flops
 
 MAX_EXTRAPOLATION: Final = 10.0
@@ -138,17 +138,6 @@ class Fit:
     law: Law
     resampled: Sequence[Law]
     max_flops: float
-
-    def verify_reach(self, num_flops: float) -> None:
-        """Raise if a prediction extrapolates too far without an interval.
-
-        Raises:
-            ConfigError: ``num_flops`` are more than ``MAX_EXTRAPOLATION`` times those of the largest run, and there is
-                no interval.
-        """
-        if num_flops > MAX_EXTRAPOLATION * self.max_flops and not self.resampled:
-            found = f"{num_flops:.3g} operations are {num_flops / self.max_flops:,.0f} times those of the largest run"
-            raise ConfigError(Problem("fit", found, "fit it again by `recipes scale fit`, for an interval"))
 
     def compute_interval(self, read: Any) -> tuple[float, float] | None:
         """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without them."""

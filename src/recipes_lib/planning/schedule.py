@@ -426,13 +426,18 @@ def plan_pretraining(
     rows_per_micro_step = config.read("per_device_train_batch_size") * world_size
     accumulation = config.read("gradient_accumulation_steps")
     rows_per_step = rows_per_micro_step * accumulation
+    num_tokens, max_steps = pretraining.max_tokens, config.read("max_steps")
+    if num_tokens is None and max_steps <= 0:
+        assert num_windows is not None, "a length in epochs depends on the data"
+        num_tokens = math.ceil(config.read("num_train_epochs") * num_windows) * max_length
     row_starts = compute_row_starts(
         max_length=max_length,
         rows_per_micro_step=rows_per_micro_step,
         accumulation=accumulation,
         ramp_tokens=schedule.batch_ramp_tokens,
         ramp_start=schedule.batch_ramp_start,
-        **_read_length(config, num_windows, max_length),
+        num_steps=max_steps if num_tokens is None else None,
+        num_tokens=num_tokens,
     )
     curriculum = pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
     # A phase begins with the first whole row after its tokens; a phase after the end of the run never begins.
@@ -467,13 +472,3 @@ def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
     if config.pretraining.max_tokens is None and config.read("max_steps") <= 0:
         return None
     return plan_pretraining(config, world_size).num_tokens
-
-
-def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int) -> dict[str, Any]:
-    """Return the length of a run as an argument of ``compute_row_starts``."""
-    if config.pretraining.max_tokens is not None:
-        return {"num_tokens": config.pretraining.max_tokens}
-    if (max_steps := config.read("max_steps")) > 0:
-        return {"num_steps": max_steps}
-    assert num_windows is not None, "a length in epochs depends on the data"
-    return {"num_tokens": math.ceil(config.read("num_train_epochs") * num_windows) * max_length}

@@ -29,7 +29,7 @@ from recipes_lib.commands.planning.plan_search import (
 )
 from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import read_shapes
+from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.search import search
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -140,18 +140,24 @@ def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monk
 )
 def test_limits_are_compared_with_hours_and_cost_of_all_gpus(limit, hours, price, words) -> None:
     options = argparse.Namespace(**{"deadline": None, "budget": None, **limit})
-    hardware = Hardware(choose_device("H100"), 2, 0.5, "a test", None, None, price, 1.0, None)
+    hardware = Hardware(choose_device("H100"), 2, 0.5, "a test", None, price, 1.0, None)
     with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
         verify_limits(options, hours, hardware)
 
 
-LAYERS = read_shapes()["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+LAYERS = SHIPPED_SHAPES["meta-llama/Llama-3.1-8B"] | {"vocab_size": 32_000, "num_hidden_layers": 4}
+
+
+ANSWERS = {
+    "reward_funcs": '["a.b:c"]', "max_length": 4096, "response_length": 2048, "num_generations": 8,
+    "per_device_train_batch_size": 32, "per_device_eval_batch_size": 1,
+}  # fmt: skip
 
 
 def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
-    hardware = Hardware(device, 2, 0.5, "a test", None, None, None, 1.0, None)
+    hardware = Hardware(device, 2, 0.5, "a test", None, None, 1.0, None)
     run = PlannedRun(config, AutoConfig.for_model(**LAYERS, **shape), argparse.Namespace())
     return describe_misfit(run, hardware, 80.0, 16).remedy
 
@@ -166,10 +172,13 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
         # Sixteen rows do not divide among 32 GPUs, and FSDP2 does not support the 8-bit optimizer.
         ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory"),
         ("pretrain", 7.7, {"max_steps": 4, "optim": "adamw_8bit"}, "name GPUs with more memory"),
+        # Equally many answers per iteration.
+        ("grpo", 30, ANSWERS, "per_device_train_batch_size: 4, gradient_accumulation_steps: 32 would fit"),
+        ("grpo", 30, {**ANSWERS, "steps_per_generation": 4}, "name GPUs with more memory"),
     ],
 )
 def test_misfit_suggests_smallest_change_that_fits(recipe, gigabytes, keys, words) -> None:
-    assert words in find_remedy(build_config(recipe, **KEYS, **keys), gigabytes)
+    assert words in find_remedy(build_config(recipe, **KEYS | keys), gigabytes)
 
 
 def test_launch_file_has_precision_of_run(search_plan, tmp_path: Path) -> None:

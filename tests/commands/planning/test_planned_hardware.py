@@ -18,7 +18,7 @@ from recipes_lib.proving.results import PASSED, Row, add_row
 
 
 def build(price: float | None = None, pue: float = 1.0, grid: float | None = None, gpu: str = "H100") -> Hardware:
-    return Hardware(choose_device(gpu), 8, 0.5, "a test", None, None, price, pue, grid)
+    return Hardware(choose_device(gpu), 8, 0.5, "a test", None, price, pue, grid)
 
 
 def test_bill_is_gpu_hours_times_price_and_power() -> None:

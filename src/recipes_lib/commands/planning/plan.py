@@ -182,7 +182,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """
     if options.gpu is None:
         return None
-    device, measured, failures = choose_device(options.gpu), None, None
+    device, measured = choose_device(options.gpu), None
     if num_gpus > 1 and device.is_part:
         found = f"NCCL, by which {num_gpus} processes communicate, does not support MIG instances"
         raise ConfigError(Problem("--gpu", found, "plan for one of them, or for the whole GPU without MIG"))
@@ -193,14 +193,11 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
         if config.recipe in compute.RL_RECIPES and not options.gpus:
             return None
         raise
-    if options.save_seconds:
-        mean_seconds = options.failure_hours * 3600 / num_gpus
-        failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
     if options.proof or options.calibrate:
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
-    return Hardware(device, num_gpus, share, source, measured, failures, price, options.pue, options.grid_gco2)
+    return Hardware(device, num_gpus, share, source, measured, price, options.pue, options.grid_gco2)
 
 
 def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[Row]:
@@ -226,8 +223,8 @@ def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hard
         hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
         formula = f"{counted:.3g} / ({hardware.describe_rate()} x 3600 s)"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
-        if hardware.failures:
-            hours, rows = _add_failures(hours, hardware.failures, plan)
+        if run.options.save_seconds:
+            hours, rows = _add_failures(hours, hardware.num_gpus, run.options, plan)
             yield from rows
         if math.isfinite(hours):
             yield from hardware.describe_bill(hours)
@@ -357,8 +354,12 @@ def count_corpus_tokens(name: str) -> int | None:
         return None
 
 
-def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
+def _add_failures(
+    hours: float, num_gpus: int, options: argparse.Namespace, plan: PretrainingPlan
+) -> tuple[float, list[Row]]:
     """Return hours including saving, restarts and lost work, and rows about them and the save interval."""
+    # A failure of any GPU stops the run.
+    failures = Failures(options.failure_hours * 3600 / num_gpus, options.save_seconds, options.restart_seconds)
     # Time of a step of full size: with a batch-size warm-up, the first steps are shorter.
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
     num_steps = max(round(failures.compute_interval() / step_seconds), 1)

@@ -388,6 +388,11 @@ def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeCon
     if config.recipe not in RL_RECIPES:
         # The search tries every micro-batch, and recomputation.
         shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
+    elif not config.training.get("steps_per_generation"):  # Otherwise, it determines the answers of an iteration.
+        rows, steps = config.read("per_device_train_batch_size"), config.read("gradient_accumulation_steps")
+        for factor in (factor for factor in (2, 4, 8, 16) if not rows % factor):
+            batch = {"per_device_train_batch_size": rows // factor, "gradient_accumulation_steps": steps * factor}
+            yield ", ".join(f"{key}: {value}" for key, value in batch.items()), config.with_training(batch), number
     for part in (part for part in (length // 2, length // 4) if part > shortest):
         tokens = dataclasses.replace(config.tokens, max_length=part)
         yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number

@@ -23,7 +23,6 @@ from recipes_lib.files import verify_fields
 from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
 from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
-from recipes_lib.planning.failures import Failures
 from recipes_lib.proving.results import read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
@@ -47,7 +46,6 @@ class Hardware:
         mfu: Model FLOPs utilisation, above 0 and at most 1.
         source: Origin of the MFU.
         measured: Measured MFU; ``None`` to use published values.
-        failures: Rate and cost of failures of the whole cluster; ``None`` to omit them.
         price: Price of a GPU hour; ``None`` if unknown.
         pue: Power usage effectiveness: energy of the data centre divided by that of the GPUs.
         grid: Grams of CO2 per kWh; ``None`` if unknown.
@@ -58,7 +56,6 @@ class Hardware:
     mfu: float
     source: str
     measured: Measured | None
-    failures: Failures | None
     price: float | None
     pue: float
     grid: float | None

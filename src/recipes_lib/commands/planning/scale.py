@@ -25,7 +25,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning import compute
-from recipes_lib.planning.scaling import FEWEST, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.scaling import FEWEST, MAX_EXTRAPOLATION, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
@@ -330,11 +330,14 @@ def _describe_reach(fit: Fit, num_flops: float) -> Iterator[Row]:
     """Yield a row for operations beyond those of the runs of a fit.
 
     Raises:
-        ConfigError: As ``Fit.verify_reach``.
+        ConfigError: They are more than ``MAX_EXTRAPOLATION`` times those of the largest run, and there is no interval.
     """
-    fit.verify_reach(num_flops)
-    if num_flops > fit.max_flops:
-        yield "  extrapolated", f"to {num_flops / fit.max_flops:,.1f} times the operations of the largest run"
+    if (times := num_flops / fit.max_flops) <= 1:
+        return
+    if times > MAX_EXTRAPOLATION and not fit.resampled:
+        found = f"{num_flops:.3g} operations are {times:,.0f} times those of the largest run"
+        raise ConfigError(Problem("fit", found, "fit it again by `recipes scale fit`, for an interval"))
+    yield "  extrapolated", f"to {times:,.1f} times the operations of the largest run"
 
 
 def _format(fit: Fit, read: Callable[[Law], Any]) -> str:
