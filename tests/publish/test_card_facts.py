@@ -59,6 +59,16 @@ def test_data_have_counts_and_fingerprints():
     assert list(describe_data(record(data=data))) == [
         ("train", "8 rows, 96,000 tokens, 16 of them trained on", "9604a55826332cb0")
     ]
+    pairs = {"num_pairs": 2994, "num_prompts": 1000, "num_chosen_tokens": 5}
+    data = {"inputs": {"sources": {"train": "a" * 64, "test": "b" * 64}}, "train": pairs, "eval": {"num_pairs": 986}}
+    data |= {"broken_rows": {"num_rows": 3980, "num_broken": 0}}
+    assert list(describe_data(record(data=data))) == [
+        ("train", "2,994 pairs, 1,000 prompts", "a" * 16),
+        ("eval", "986 pairs", "b" * 16),
+    ]
+    data = {"num_prompts": 3000, "num_eval_prompts": 250, "broken_rows": {"num_rows": 3250}, "fingerprint": "c" * 64}
+    assert list(describe_data(record(data=data))) == [("train", "3,000 prompts", "c" * 16), ("eval", "250 prompts", "")]
+    assert list(describe_data(record(data=data | {"num_eval_prompts": 0}))) == [("train", "3,000 prompts", "c" * 16)]
     assert list(describe_data(record())) == []
     assert name_data({"dataset_name": None}) == ""
 

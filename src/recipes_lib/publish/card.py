@@ -28,7 +28,13 @@ _MAX_REASONS: Final = 5
 CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
 _MAX_GENERATIONS: Final = 8
-_COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens": "of them trained on"}
+_COUNTS: Final = {
+    "num_rows": "rows",
+    "num_pairs": "pairs",
+    "num_prompts": "prompts",
+    "num_tokens": "tokens",
+    "num_target_tokens": "of them trained on",
+}
 
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
@@ -241,13 +247,18 @@ def _list_parts(config: Record) -> list[Record]:
 
 
 def describe_data(record: Record) -> Iterator[Row]:
-    """Yield name, size and fingerprint of the sources of each split."""
+    """Yield name, size and fingerprint of the source of each split."""
     data: Record = record.get("data") or {}
     sources = data.get("inputs", {}).get("sources", {}) if isinstance(data.get("inputs"), Mapping) else {}
-    for split, counts in data.items():
-        if isinstance(counts, Mapping) and counts.keys() & _COUNTS.keys():
-            sizes = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
-            yield split, ", ".join(sizes), str(sources.get(split, ""))[:16]
+    splits = [("train", data.get("train"), sources.get("train")), ("eval", data.get("eval"), sources.get("test"))]
+    if "num_prompts" in data:  # PPO, RLOO and GRPO record their counts without splits.
+        held_out = {"num_prompts": data.get("num_eval_prompts")}
+        splits = [("train", data, data.get("fingerprint")), ("eval", held_out, None)]
+    for split, counts, fingerprint in splits:
+        found = counts if isinstance(counts, Mapping) else {}
+        known = {word: found[name] for name, word in _COUNTS.items() if isinstance(found.get(name), int)}
+        if any(known.values()):
+            yield split, ", ".join(f"{count:,} {word}" for word, count in known.items()), str(fingerprint or "")[:16]
 
 
 def describe_corpus(config: Record) -> Iterator[Row]:
