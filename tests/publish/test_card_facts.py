@@ -6,6 +6,7 @@ import json
 
 from recipes_lib.publish.card import (
     CHART,
+    LOSSES,
     MAX_CURVE_ROWS,
     describe_corpus,
     describe_data,
@@ -59,6 +60,16 @@ def test_data_have_counts_and_fingerprints():
     assert list(describe_data(record(data=data))) == [
         ("train", "8 rows, 96,000 tokens, 16 of them trained on", "9604a55826332cb0")
     ]
+    pairs = {"num_pairs": 2994, "num_prompts": 1000, "num_chosen_tokens": 5}
+    data = {"inputs": {"sources": {"train": "a" * 64, "test": "b" * 64}}, "train": pairs, "eval": {"num_pairs": 986}}
+    data |= {"broken_rows": {"num_rows": 3980, "num_broken": 0}}
+    assert list(describe_data(record(data=data))) == [
+        ("train", "2,994 pairs, 1,000 prompts", "a" * 16),
+        ("eval", "986 pairs", "b" * 16),
+    ]
+    data = {"num_prompts": 3000, "num_eval_prompts": 250, "broken_rows": {"num_rows": 3250}, "fingerprint": "c" * 64}
+    assert list(describe_data(record(data=data))) == [("train", "3,000 prompts", "c" * 16), ("eval", "250 prompts", "")]
+    assert list(describe_data(record(data=data | {"num_eval_prompts": 0}))) == [("train", "3,000 prompts", "c" * 16)]
     assert list(describe_data(record())) == []
     assert name_data({"dataset_name": None}) == ""
 
@@ -92,12 +103,12 @@ def test_effort_sums_devices():
 def test_curve_is_thinned_to_first_and_last_step():
     events = [{"kind": "train", "step": step, "loss": 4 - step / 100} for step in range(1, 101)]
     events += [{"kind": "eval", "step": 100, "eval_loss": 3.25}, {"kind": "train", "step": 101, "loss": "nan"}]
-    rows = list_curve(events)
+    rows = list_curve(events, LOSSES)
     assert len(rows) == MAX_CURVE_ROWS
     assert rows[0] == ("1", "3.9900", "")
     assert rows[-1] == ("101", "nan", "")
-    assert list_curve(events[99:101]) == [("100", "3.0", "3.2500")]
-    assert list_curve([]) == []
+    assert list_curve(events[99:101], LOSSES) == [("100", "3.0", "3.2500")]
+    assert list_curve([], LOSSES) == []
 
 
 def test_limits_list_all_warnings():
@@ -143,6 +154,18 @@ def test_card_links_existing_chart(tmp_path):
     (tmp_path / CHART).touch()
     write_card(tmp_path, record(), {})
     assert f"![loss]({CHART})" in (tmp_path / "README.md").read_text()
+
+
+def test_card_of_rl_has_rewards_instead_of_the_surrogate_loss(tmp_path):
+    (tmp_path / CHART).parent.mkdir()
+    (tmp_path / CHART).touch()
+    events = [{"kind": "train", "step": 1, "loss": 0.001, "objective/score": 0.25}]
+    events.append({"kind": "eval", "step": 1, "eval_reward": 0.5})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    write_card(tmp_path, record(), {})
+    card = (tmp_path / "README.md").read_text()
+    assert "| step | reward | reward of samples |\n|---|---|---|\n| 1 | 0.2500 | 0.5000 |" in card
+    assert "![loss]" not in card
 
 
 def test_corpus_has_sources_removals_and_benchmarks(tmp_path):

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -27,8 +27,17 @@ _MANIFEST: Final = "corpus.json"
 _MAX_REASONS: Final = 5
 CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
+LOSSES: Final = {"loss": "loss", "eval_loss": "held-out loss"}
+REWARDS: Final = {"objective/score": "reward", "eval_reward": "reward of samples"}
+"""Metrics of a card's curve, with their headings: the surrogate loss of RL is about 0 whatever the policy learns."""
 _MAX_GENERATIONS: Final = 8
-_COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens": "of them trained on"}
+_COUNTS: Final = {
+    "num_rows": "rows",
+    "num_pairs": "pairs",
+    "num_prompts": "prompts",
+    "num_tokens": "tokens",
+    "num_target_tokens": "of them trained on",
+}
 
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
@@ -107,6 +116,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         if _is_path(adapter["base_model_name_or_path"]):
             adapter["base_model_name_or_path"] = start
     data_names = ", ".join(Path(name).name for name in datasets)
+    columns = REWARDS if any("objective/score" in event for event in events) else LOSSES
     return _render(
         name=name,
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
@@ -117,9 +127,10 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         adapter=adapter,
         figures=[(name, _show(value)) for name, value in figures.items()],
         scores=list(list_scores(record)),
-        curve=list_curve(events),
+        curve=list_curve(events, columns),
+        columns=["step", *columns.values()],
         chart=CHART,
-        has_chart=(folder / CHART).is_file(),
+        has_chart=columns is LOSSES and (folder / CHART).is_file(),
         limits=list_limits(record, figures),
         lineage=trace_lineage(record),
         data=list(describe_data(record)),
@@ -241,13 +252,18 @@ def _list_parts(config: Record) -> list[Record]:
 
 
 def describe_data(record: Record) -> Iterator[Row]:
-    """Yield name, size and fingerprint of the sources of each split."""
+    """Yield name, size and fingerprint of the source of each split."""
     data: Record = record.get("data") or {}
     sources = data.get("inputs", {}).get("sources", {}) if isinstance(data.get("inputs"), Mapping) else {}
-    for split, counts in data.items():
-        if isinstance(counts, Mapping) and counts.keys() & _COUNTS.keys():
-            sizes = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
-            yield split, ", ".join(sizes), str(sources.get(split, ""))[:16]
+    splits = [("train", data.get("train"), sources.get("train")), ("eval", data.get("eval"), sources.get("test"))]
+    if "num_prompts" in data:  # PPO, RLOO and GRPO record their counts without splits.
+        held_out = {"num_prompts": data.get("num_eval_prompts")}
+        splits = [("train", data, data.get("fingerprint")), ("eval", held_out, None)]
+    for split, counts, fingerprint in splits:
+        found = counts if isinstance(counts, Mapping) else {}
+        known = {word: found[name] for name, word in _COUNTS.items() if isinstance(found.get(name), int)}
+        if any(known.values()):
+            yield split, ", ".join(f"{count:,} {word}" for word, count in known.items()), str(fingerprint or "")[:16]
 
 
 def describe_corpus(config: Record) -> Iterator[Row]:
@@ -311,18 +327,17 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
         yield "energy", f"at most {energy:.2f} kWh: {device.watts} W a board, without the machine around it"
 
 
-def list_curve(events: Sequence[Record]) -> list[Row]:
-    """Return step, loss and held-out loss of up to ``MAX_CURVE_ROWS`` evenly spaced steps, including first and last."""
+def list_curve(events: Sequence[Record], names: Collection[str]) -> list[Row]:
+    """Return step and metrics of up to ``MAX_CURVE_ROWS`` evenly spaced steps, including first and last."""
     steps: dict[int, dict[str, Any]] = {}
     for event in events:
         # A step may have a training and an evaluation event.
-        steps.setdefault(event["step"], {}).update({key: event[key] for key in ("loss", "eval_loss") if key in event})
+        steps.setdefault(event["step"], {}).update({name: event[name] for name in names if name in event})
     known = [(step, figures) for step, figures in steps.items() if figures]
     num_rows = min(MAX_CURVE_ROWS, len(known))
     chosen = sorted({round(row * (len(known) - 1) / max(num_rows - 1, 1)) for row in range(num_rows)})
     return [
-        (str(step), *(_show(figures.get(name)) for name in ("loss", "eval_loss")))
-        for step, figures in (known[at] for at in chosen)
+        (str(step), *(_show(figures.get(name)) for name in names)) for step, figures in (known[at] for at in chosen)
     ]
 
 
