@@ -41,11 +41,15 @@ def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> Distil
     return DistillationTargets(supervision.targets, top._replace(**changes), supervision.objective)
 
 
-def test_top_k_equals_torch() -> None:
-    supervision = make_supervision(Objective(temperature=2.0))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_top_k_equals_torch(dtype: torch.dtype) -> None:
+    """A teacher in bfloat16 has ``float32`` log-probabilities of its rounded logits."""
+    supervision = make_supervision(Objective(temperature=2.0), dtype)
     head, top = supervision.teacher, keep_top(supervision, 5).teacher
     assert isinstance(top, TopLogps)
-    logits = functional.linear(head.hidden, head.weight, head.bias)
+    assert head.bias is not None
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = functional.linear(head.hidden, head.weight).to(wide) + head.bias
     logps = (logits / 2).log_softmax(-1)
     values, ids = logps.topk(5)
     torch.testing.assert_close((top.logps, top.ids), (values, ids))
