@@ -203,6 +203,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "grpo": [
         ("scale_rewards: groups", 5, "write one of group, batch, none or true or false"),
         ("delta: 4\nloss_type: sapo", 5, "write `loss_type: grpo or dr_grpo"),
+        ("delta: 0.28", 5, "write a number above 1"),
         ("vespo_k_pos: 3", 5, "write `loss_type: vespo`"),
         ("epsilon: 0.1\nloss_type: sapo", 5, "`epsilon` has no effect"),
         ("epsilon_high: 0.28\nloss_type: vespo", 5, "`epsilon_high` has no effect"),
