@@ -110,6 +110,14 @@ def test_tail_bucket_is_lower_bound_increasing_in_k(beta: float) -> None:
     assert bounds[-1] == pytest.approx(live)
 
 
+def test_top_k_divergence_of_a_position_ignores_the_level_of_its_logits() -> None:
+    top = compute_top_logps(torch.randn(2, 6), torch.eye(6), torch.zeros(2, dtype=torch.int64), k=2, temperature=1.0)
+    logits = torch.randn(2, 6)
+    expected = compute_top_divergence(logits.clone(), top, 0.5)
+    shifted = compute_top_divergence(logits + torch.tensor([[0.0], [512.0]]), top, 0.5)
+    torch.testing.assert_close(shifted, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_empty_tail_is_finite(beta: float) -> None:
     logits = torch.zeros(2, 6)
