@@ -40,8 +40,10 @@ def make_student(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, **options: Any) -> DistillationTargets:
     generator = torch.Generator().manual_seed(1)
-    shapes = ((NUM_TOKENS, TEACHER_WIDTH), (SHARED, TEACHER_WIDTH), (SHARED,))
-    hidden, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    shapes = ((NUM_TOKENS, TEACHER_WIDTH), (SHARED, TEACHER_WIDTH))
+    hidden, weight = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    # The student's, so that several of its predictions agree with the teacher's.
+    bias = make_student(dtype)[2][:SHARED].detach()
     targets = torch.randint(0, SHARED, (NUM_TOKENS,), generator=generator)
     return DistillationTargets(targets, TeacherHead(hidden, weight, bias, **options), objective)
 
@@ -83,16 +85,18 @@ def test_distillation_head_equals_dense_computation(
         torch.testing.assert_close(gradient, wanted)
 
 
-def test_distillation_metrics_equal_dense_computation() -> None:
+@pytest.mark.parametrize("chunk_size", [5, None])
+def test_distillation_metrics_equal_dense_computation(chunk_size: int | None) -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
-    sums = run_head(student, supervision, chunk_size=5)
     logits, teacher_logits = dense_logits(*student), dense_logits(*dataclasses.astuple(supervision.teacher))
+    supervision.targets[:6] = logits[:6, :SHARED].argmax(-1)
+    sums = run_head(student, supervision, chunk_size=chunk_size)
     torch.testing.assert_close(
         sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, supervision.targets, reduction="sum")
     )
     choice = logits.argmax(-1)
     assert sums.num_correct == (choice == supervision.targets).sum()
-    assert sums.num_agreed == (choice == teacher_logits.argmax(-1)).sum()
+    assert sums.num_agreed == (choice == teacher_logits.argmax(-1)).sum() > 1
     assert sums.num_targets == NUM_TOKENS
 
 
@@ -138,16 +142,18 @@ def test_optimum_is_mean_of_label_and_teacher() -> None:
     torch.testing.assert_close(weight.detach().squeeze(1).softmax(0), expected, atol=1e-6, rtol=0)
 
 
-def test_distillation_head_autocast_accumulates_in_float32() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation_head_in_bfloat16_accumulates_in_float32(dtype: torch.dtype) -> None:
     student, supervision = make_student(torch.float32), make_supervision(OBJECTIVES[0], torch.float32)
     exact = run_head(student, supervision)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = run_head(student, supervision, chunk_size=5)
-    assert rounded.loss_sum.dtype == torch.float32
+    narrow = make_student(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+        rounded = run_head(narrow, make_supervision(OBJECTIVES[0], dtype), chunk_size=5)
+    assert {figure.dtype for figure in rounded[:4]} == {torch.float32}
     assert rounded.teacher_nll_sum != exact.teacher_nll_sum
     torch.testing.assert_close(rounded.loss_sum, exact.loss_sum, rtol=2e-2, atol=0)
     for gradient, expected in zip(
-        torch.autograd.grad(rounded.loss_sum, student), torch.autograd.grad(exact.loss_sum, student), strict=True
+        torch.autograd.grad(rounded.loss_sum, narrow), torch.autograd.grad(exact.loss_sum, student), strict=True
     ):
         assert (gradient - expected).norm() < 3e-2 * expected.norm()
 

@@ -140,6 +140,13 @@ def test_f_divergence_is_bounded_where_power_overflows(divergence: str) -> None:
     assert_finite("sigmoid", make_batch([-1000.0, 1000.0], [1000.0, -1000.0]), f_divergence_type=divergence)
 
 
+@pytest.mark.parametrize("alpha", [1 - 1e-12, 1.0, 1 + 1e-12])
+def test_alpha_divergence_near_1_is_reverse_kl(alpha: float) -> None:
+    batch = make_batch([3.0, -40.0], [-2.0, 70.0])
+    settings = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": alpha}
+    torch.testing.assert_close(compute("hinge", batch, **settings), compute("hinge", batch))
+
+
 def compute_slope_at_optimum(name: str, *, share: float, gap: float, **settings: Any) -> float:
     """Slope at ``beta * gap`` of the expected loss when ``share`` of the raters prefer the first of two answers."""
     batch = make_batch(gap / 0.1, 0.0)

@@ -41,11 +41,15 @@ def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> Distil
     return DistillationTargets(supervision.targets, top._replace(**changes), supervision.objective)
 
 
-def test_top_k_equals_torch() -> None:
-    supervision = make_supervision(Objective(temperature=2.0))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_top_k_equals_torch(dtype: torch.dtype) -> None:
+    """A teacher in bfloat16 has ``float32`` log-probabilities of its rounded logits."""
+    supervision = make_supervision(Objective(temperature=2.0), dtype)
     head, top = supervision.teacher, keep_top(supervision, 5).teacher
     assert isinstance(top, TopLogps)
-    logits = functional.linear(head.hidden, head.weight, head.bias)
+    assert head.bias is not None
+    wide = torch.promote_types(dtype, torch.float32)
+    logits = functional.linear(head.hidden, head.weight).to(wide) + head.bias
     logps = (logits / 2).log_softmax(-1)
     values, ids = logps.topk(5)
     torch.testing.assert_close((top.logps, top.ids), (values, ids))
@@ -104,6 +108,14 @@ def test_tail_bucket_is_lower_bound_increasing_in_k(beta: float) -> None:
     assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
     assert bounds[0] < 0.9 * live
     assert bounds[-1] == pytest.approx(live)
+
+
+def test_top_k_divergence_of_a_position_ignores_the_level_of_its_logits() -> None:
+    top = compute_top_logps(torch.randn(2, 6), torch.eye(6), torch.zeros(2, dtype=torch.int64), k=2, temperature=1.0)
+    logits = torch.randn(2, 6)
+    expected = compute_top_divergence(logits.clone(), top, 0.5)
+    shifted = compute_top_divergence(logits + torch.tensor([[0.0], [512.0]]), top, 0.5)
+    torch.testing.assert_close(shifted, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])

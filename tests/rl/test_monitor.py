@@ -35,6 +35,8 @@ def test_rollout_metrics_match_numpy_and_ignore_padding():
     kl = (rollout.logps - rollout.ref_logps).numpy() * mask
     assert figures["objective/kl_seq"] == pytest.approx(kl.sum() / 4, abs=1e-6)
     assert figures["objective/kl_token"] == pytest.approx(kl.sum() / 12, abs=1e-6)
+    gap = (rollout.engine_logps - rollout.logps).numpy() * mask
+    assert figures["rollout/engine_mismatch_kl"] == pytest.approx(gap.sum() / 12, abs=1e-6)
     assert figures["objective/length"] == 3
     assert figures["objective/reward_total"] == 3
     assert figures["objective/score_std"] == pytest.approx(rollout.scores.numpy().std(), abs=1e-6)

@@ -198,7 +198,7 @@ def _scores(batch: PreferenceBatch, options: PreferenceOptions) -> tuple[Tensor,
         return math.log(2) + logsigmoid(chosen), math.log(2) + logsigmoid(rejected)
     # (t^(alpha - 1) - 1) / (alpha - 1): the reverse KL is the limit at 1, the forward KL the case 0.
     alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(options.f_divergence_type, options.f_alpha_divergence_coef)
-    if math.isclose(alpha, 1.0, abs_tol=1e-6):
+    if alpha == 1:
         return chosen, rejected
     # exp(89) overflows float32; the clamp also keeps the gradient finite.
     chosen, rejected = (torch.expm1(((alpha - 1) * ratio).clamp(max=80)) / (alpha - 1) for ratio in (chosen, rejected))

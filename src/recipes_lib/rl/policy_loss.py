@@ -29,8 +29,8 @@ class PolicyObjective:
             mean over its tokens (GSPO); of an ``answer``, the product over its tokens (RLOO).
         epsilon: Lower clip range: ratios below ``1 - epsilon`` are clipped.
         epsilon_high: Upper clip range, ``epsilon`` if ``None``; in ``cispo`` the largest ratio itself.
-        delta: Upper bound of the unclipped ratio (dual clip), which bounds the loss at negative advantages; above
-            ``1 + epsilon_high``. ``None`` disables it.
+        delta: Upper bound of the unclipped ratio (dual clip), which bounds the loss at negative advantages; above 1,
+            because a clipped ratio of 1 would have no gradient at positive ones. ``None`` disables it.
         beta: Coefficient of the k3 estimate of the KL divergence to the reference, per token, in the loss.
         use_bias_correction_kl: Whether that estimate is multiplied by the ratio.
         off_policy_mask_threshold: Answers with a negative advantage are excluded from the gradient if their mean
