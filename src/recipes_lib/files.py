@@ -176,7 +176,7 @@ def _replaced(path: Path, unfinished: Path) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            unfinished.unlink()
 
 
 @contextmanager

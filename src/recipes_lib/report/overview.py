@@ -18,16 +18,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import is_inside, is_locked, read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import (
-    KILLED,
-    RunFiles,
-    find_end,
-    is_run,
-    mark_killed,
-    read_curve,
-    read_number,
-    read_run,
-)
+from recipes_lib.report.run_files import RunFiles, find_end, is_run, mark_killed, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -114,14 +105,13 @@ def _split_numbers(path: Path) -> list[str | int]:
 
 
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
-    name = str(stage.get("name", ""))
-    entry = describe_output(folder / str(stage.get("output", "")), name)
+    entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
     # The stage's own time includes the start of its processes.
     seconds = read_number(state, "seconds")
     return replace(
         entry,
         kind=str(stage.get("recipe") or entry.kind),
-        status=find_stage_status(folder, name, state),
+        status=find_stage_status(folder, entry.name, state),
         seconds=entry.seconds if seconds is None else seconds,
         changed=entry.changed if state else None,
         about=str(stage.get("about", "")),
@@ -133,7 +123,7 @@ def find_stage_status(folder: Path, name: str, state: Mapping[str, Any]) -> str:
     status = str(state.get("status", "not run"))
     # Of the whole pipeline, and of a job of this stage. Stages inherit them from `recipes run`, and may outlive it.
     locks = [folder / lock for lock in (f"{PIPELINE}.lock", f"{PIPELINE}.{name}.lock") if is_inside(lock)]
-    return KILLED if status == "running" and all(is_locked(lock) is False for lock in locks) else status
+    return "killed" if status == "running" and all(is_locked(lock) is False for lock in locks) else status
 
 
 def describe_output(path: Path, name: str) -> Entry:

@@ -24,8 +24,6 @@ from recipes_lib.files import LOCK_FILE, is_locked, parse_number, read_lines, re
 Record = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
 """``(step, value)`` points, ordered by step."""
-KILLED: Final = "killed"
-"""Status of what is recorded as running, and is not: the process had no time to record its end."""
 _STATE: Final = "trainer_state.json"
 _MAX_SMOOTHED: Final = 400
 """Maximum points of a running median."""
@@ -181,7 +179,7 @@ def mark_killed(run: RunFiles) -> RunFiles:
     The process of the run itself must not ask, as for ``is_locked``.
     """
     is_killed = run.facts.get("status") == "running" and is_locked(run.path / LOCK_FILE, of_process=True) is False
-    return replace(run, facts={**run.facts, "status": KILLED}) if is_killed else run
+    return replace(run, facts={**run.facts, "status": "killed"}) if is_killed else run
 
 
 class Score(NamedTuple):
