@@ -279,6 +279,11 @@ def inherit_read_permission(file: Path) -> None:
         file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
+def count_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8 bytes."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk; no effect if its file system does not support it.
 

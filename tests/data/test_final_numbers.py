@@ -27,6 +27,17 @@ from recipes_lib.data.final_numbers import read_final_number
         ("7,2", "2"),
         (r"\boxed{1{,}234}", "1234"),
         (r"\boxed{1,\!234\,567}", "1234567"),
+        # Marks of the answer, and text after it.
+        (r"\boxed{72}. In 3 days it is more.", "72"),
+        (r"\boxed{96}, no: \boxed{70 + 2 = 72\text{ cm}^2} in 3 days", "72"),
+        ("#### 3. The total\n\\boxed{72}", "72"),
+        ("\\boxed{96}\n#### 72", "72"),
+        (r"\boxed{\frac{72}{96}}", None),
+        (r"\boxed{(72, 96)}", None),
+        # Exponents are no numbers of their own.
+        ("an area of 72 m^2", "72"),
+        (r"72 \text{ cm}^{2}", "72"),
+        ("72 m s^-2 or so", "72"),
         # Signs, and hyphens that are none.
         ("the loss is -72", "-72"),
         ("the loss is \u221272", "-72"),
@@ -59,11 +70,11 @@ def test_read_final_number(text: str, number: str | None) -> None:
     [
         ("3/4|1 1/2|#### 3/4|2x + 1|x - 1|x^2+1|5x|x5|2^10|1e-5|3 − 5i|x > 5|x ≥ 5|5 < x|5!|(3, 5)|[1, 2]", False),
         (r"2^{10}|x_{10}|10^{-3}|\{1, 2\}|(-\infty, 5)|[5, \infty)|\frac{3}{4}|\frac12|\sqrt{2}|\sqrt 2\pi", False),
-        (r"\pi/2|2\sqrt{3}|3 \pm \sqrt{5}|5 m^2|\begin{pmatrix} 1 \\ 2 \end{pmatrix}|5 \\ \end{pmatrix}", False),
+        (r"\pi/2|2\sqrt{3}|3 \pm \sqrt{5}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}|5 \\ \end{pmatrix}", False),
         ("3:30|2024-05-01|√2|2√3|2π|-$5/4$", False),
         ("72|#### 72|6 + 66\n#### 72\nThe answer is: 72|-72|$-72$|$72|-$72|$72$|72.|72%|72°|x=72|x = -72", True),
         (r"72\%|$72\,$|\boxed{72}|$\boxed{72}$.|\(72\)|72 \text{ cm}|72\,\mathrm{cm}|\$72|70 + 2 = 72", True),
-        ("**72**|It is: 72|72 clips|72 cm", True),
+        (r"**72**|It is: 72|72 clips|72 cm|72 cm^2|72\text{ cm}^3|72\mbox{ cm}|72^\circ|72^{\circ}", True),
     ],
 )
 def test_number_inside_an_expression_is_no_reference(texts: str, is_number: bool) -> None:

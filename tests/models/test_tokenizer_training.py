@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from recipes_lib.data.chat.encoder import ByteEnds
+from recipes_lib.files import count_bytes
 from recipes_lib.models.vocabulary import (
     CHATML_TEMPLATE,
     CHATML_TOKENS,
     EOS_TOKEN,
     NUM_BYTES,
     PAD_TOKEN,
-    count_bytes,
     measure_usage,
     train_tokenizer,
 )

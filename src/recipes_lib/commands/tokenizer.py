@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import explain_write_errors, read_text, staging_folder
+from recipes_lib.files import count_bytes, explain_write_errors, read_text, staging_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,8 +81,6 @@ class HeldOutTail:
 
     def split(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield all texts except the held-out ones, in order, in constant memory."""
-        from recipes_lib.models.vocabulary import count_bytes
-
         total = 0
         for text in texts:
             size = count_bytes(text)

@@ -18,7 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import Mode
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import atomic_file
+from recipes_lib.files import atomic_file, count_bytes
 
 MAX_SAMPLE_CHARACTERS: Final = 1500
 """Longest text of a sample in the report."""
@@ -265,11 +265,6 @@ class Apply(PipelineStep):  # type: ignore[misc]
                 continue
             tally.count_out(count_bytes(document.text))
             yield document
-
-
-def count_bytes(text: str) -> int:
-    """Return the length of a text in UTF-8 bytes."""
-    return len(text) if text.isascii() else len(text.encode())
 
 
 def write_shard(path: Path, documents: Iterator[Document]) -> None:

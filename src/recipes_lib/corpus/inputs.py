@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, count_bytes, escape_surrogates, split_chat
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, escape_surrogates, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -36,6 +36,7 @@ from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem, ReadFailedError
+from recipes_lib.files import count_bytes
 
 READ: Final = "read"
 """Name of the first step, in counts and reports."""

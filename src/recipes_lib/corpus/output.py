@@ -19,7 +19,6 @@ from recipes_lib.corpus.documents import (
     HTML,
     Ledger,
     add_flag,
-    count_bytes,
     join_chat,
     read_shard,
     spell_encodable,
@@ -40,7 +39,7 @@ from recipes_lib.corpus.duplicates import (
 )
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import atomic_file, hash_file, replace_record
+from recipes_lib.files import atomic_file, count_bytes, hash_file, replace_record
 
 EXACT_STEP: Final = "exact_duplicates"
 NEAR_STEP: Final = "near_duplicates"

@@ -15,7 +15,6 @@ from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.corpus.decontamination import Index
-from recipes_lib.corpus.documents import count_bytes
 from recipes_lib.corpus.duplicates import (
     EXACT,
     NEAR,
@@ -28,6 +27,7 @@ from recipes_lib.corpus.duplicates import (
 from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import Language
 from recipes_lib.errors import ConfigError
+from recipes_lib.files import count_bytes
 
 MAX_DOCUMENTS: Final = 2000
 """Documents of a sample."""

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import count_bytes
 from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
 
 NUM_PROVED: int = 64
@@ -141,11 +142,6 @@ def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> T
         counts += np.bincount(ids, minlength=len(counts))
         num_bytes += sum(map(count_bytes, batch))
     return TokenUsage(num_bytes, counts)
-
-
-def count_bytes(text: str) -> int:
-    """Return the size of a text in UTF-8 bytes."""
-    return len(text) if text.isascii() else len(text.encode())
 
 
 @dataclass(frozen=True, slots=True)

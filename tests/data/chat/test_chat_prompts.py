@@ -127,3 +127,12 @@ def test_generation_prompt_at_the_end_of_every_chat_is_no_target(opening: str) -
     served = tokenizer.apply_chat_template(messages[:3], return_dict=False)
     assert encoder.encode_prompt(chat(*messages[:3])).tolist() == served
     assert encoder.cautions == []
+
+
+def test_beginning_of_generation_prompt_at_the_end_of_every_chat_is_no_target() -> None:
+    # As in the template of Cohere's Command A, where the flag adds the last token of the generation prompt.
+    template = "{% for m in messages %}" + TURN + "{% endfor %}<|im_start|>"
+    template += "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+    tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
+    (encoded,) = RowEncoder(tokenizer).encode([chat(user("hi"), answer("yes"), user("more"), answer("no"))])
+    assert spans(tokenizer, encoded) == ["yes<|im_end|>", "no<|im_end|>"]

@@ -177,6 +177,19 @@ def test_linked_files_are_read_once(loop: str, onto: str, tmp_path: Path) -> Non
     ]
 
 
+def test_cache_of_the_hub_is_no_dataset(tmp_path: Path) -> None:
+    for commit in ("1" * 40, "2" * 40):
+        snapshot = tmp_path / "datasets--a--b" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "train.jsonl").write_text(json.dumps({"text": commit}) + "\n")
+        (entry,) = load_source(str(snapshot)).rows()
+        assert isinstance(entry, RawRow)
+        assert entry.columns["text"] == commit
+    for folder in (tmp_path, tmp_path / "datasets--a--b", snapshot.parent):
+        with pytest.raises(DataError, match=r"2 snapshots, first .*1{40}\n.*folder of one snapshot"):
+            load_source(str(folder))
+
+
 def test_named_pipe_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     os.mkfifo(tmp_path / "b.jsonl")

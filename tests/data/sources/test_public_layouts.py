@@ -117,6 +117,44 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         },
         {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
     ),
+    "Mistral's thinking": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    **ANSWER,
+                    "content": [
+                        {
+                            "type": "thinking",
+                            "thinking": [{"type": "text", "text": "Count"}, {"type": "text", "text": "."}],
+                        },
+                        {"type": "text", "text": "4"},
+                    ],
+                },
+            ]
+        },
+        {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
+    ),
+    "reasoning as a part": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {**ANSWER, "content": [{"type": "reasoning", "text": "Count."}, {"type": "text", "text": "4"}]},
+            ]
+        },
+        {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
+    ),
+    "OpenAI's pairs": (
+        "preference",
+        {
+            "input": {"messages": [USER], "tools": [{"name": "add"}], "parallel_tool_calls": True},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [WRONG],
+        },
+        {**PAIR, "tools": [{"name": "add"}]},
+    ),
     "Llama 3's roles": (
         "messages",
         {"messages": [USER, ANSWER, {**RESULT, "role": "ipython"}]},
@@ -266,6 +304,24 @@ def test_public_row_is_read_as_published(dataset: str) -> None:
     layout, raw, fields = PUBLIC[dataset]
     assert detect_and_convert(raw) == (layout, Row(where="d:1", **fields))
     assert detect_and_convert(raw, layout) == detect_and_convert(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [USER, ANSWER], "rejected_messages": [USER, WRONG]},
+        {"messages": [USER, ANSWER], "rejected_response": "5"},
+        {"query": "What is 2 + 2?", "response": "4", "rejected_response": "5", "history": None},
+    ],
+)
+def test_pairs_of_ms_swift_are_read_where_pairs_are_trained_on(raw: dict[str, Any]) -> None:
+    assert detect_and_convert(raw, "preference")[1] == Row(where="d:1", **PAIR)
+    assert detect_and_convert(raw)[1] == Row(where="d:1", **CHAT)
+
+
+def test_column_of_chosen_answers_precedes_a_response() -> None:
+    raw = {"question": "What is 2 + 2?", "response": "four", "chosen_response": "4", "rejected_response": "5"}
+    assert detect_and_convert(raw, "preference")[1] == Row(where="d:1", **PAIR)
 
 
 def test_list_of_texts_in_data_beside_an_answer_is_no_chat() -> None:

@@ -424,8 +424,11 @@ class SpanFinder:
             at = text.rfind(header, max(0, start - len(header)), start + len(header))
             start = start + self._common_length(row, message, header, text[start:end]) if at < 0 else at + len(header)
             remarks = _remark_opening(row, message, text.endswith(header, 0, start))
-            # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag.
-            if rendered.turns[-1].end == end and text[end:] != header and self._terminated(text, end, len(text)):
+            # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag, or
+            # the beginning of it (Command A).
+            tail = text[end:]
+            is_eos = rendered.turns[-1].end == end and not header.startswith(tail.rstrip())
+            if is_eos and self._terminated(text, end, len(text)):
                 end = len(text)
             text, end = self._terminate(row, text, Span(message, start, end))
             if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):

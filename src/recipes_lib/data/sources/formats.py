@@ -29,6 +29,7 @@ from recipes_lib.data.sources.messages import (
     find_roles,
     parse_chat,
     read_chat_extras,
+    read_history,
     refuse_media,
     split_marks,
     zip_turns,
@@ -85,8 +86,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     plain = list(cased.values())
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
-        # Beside `tools`, `answers` are function calls, as in xlam.
-        renamed = _find_renamed(plain, _SPELLINGS | ({"answers": "answer"} if "tools" in plain else {}))
+        renamed = _find_renamed(plain, _list_spellings(plain, declared))
         if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
             renamed.pop("content", None)
         matches = _match(renamed.get(name, name) for name in plain)
@@ -172,6 +172,16 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
     """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
     meanings = Counter(spellings.get(column, column) for column in present)
     return {column: spellings[column] for column in present if column in spellings and meanings[spellings[column]] == 1}
+
+
+def _list_spellings(present: Sequence[str], declared: DatasetFormat) -> dict[str, str]:
+    """Return the other spellings of columns, with those that depend on the columns beside them or on the layout."""
+    spellings = {**_SPELLINGS}
+    if "tools" in present:  # Function calls, as in xlam.
+        spellings["answers"] = "answer"
+    if declared == "preference" and "chosen" not in map(spellings.get, present):  # As in ms-swift's pairs.
+        spellings |= dict.fromkeys(("messages", "response"), "chosen")
+    return spellings
 
 
 @lru_cache(maxsize=1024)  # Bounded: rows may have names of their own.
@@ -307,7 +317,7 @@ def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
             remedy = f"write it as a string, or ignore it: `dataset_columns: {{{name}: null}}`"
             raise RowError(f"`{name}` is {describe(raw[name])}, not a string", remedy)
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
-    return [*_read_system(raw), *_read_history(raw), {"role": "user", "content": question}]
+    return [*_read_system(raw), *read_history(raw.get("history") or []), {"role": "user", "content": question}]
 
 
 def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
@@ -342,6 +352,11 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
     asked = raw.get("question")  # In Chatbot Arena's 55k battles, a list of texts in JSON, as both answers.
     if isinstance(asked, str) and TEXTS.fullmatch(asked) and all(str(value)[:1] == "[" for value in values.values()):
         values = {column: zip_turns(asked, str(value), column) for column, value in values.items()}
+    if isinstance(values["rejected"], str) and isinstance(values["chosen"], (list, tuple)):
+        # In ms-swift's pairs, another last answer of the chat.
+        values["rejected"] = [*values["chosen"][:-1], {"role": "assistant", "content": values["rejected"]}]
+    if isinstance(asked, Mapping) and "messages" in asked:  # As in OpenAI's pairs.
+        raw = {**raw, "question": asked["messages"], "tools": asked.get("tools")}
     prompt, are_texts = raw.get("prompt"), isinstance(values["chosen"], str)
     if are_texts != isinstance(values["rejected"], str):
         found = ", ".join(f"`{name}` is {describe(value)}" for name, value in values.items())
@@ -482,20 +497,6 @@ def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:
     return [*system, *turns]
 
 
-def _read_history(raw: Raw) -> list[Message]:
-    history = raw.get("history") or []
-    if not isinstance(history, (list, tuple)):
-        raise RowError(f"`history` is {describe(history)}, not a list", "write [[question, answer], ...]")
-    turns: list[Message] = []
-    for number, pair in enumerate(history):
-        place = f"history[{number}]"
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise RowError(f"{place} is not a [question, answer] pair", "write [[question, answer], ...]")
-        question, answer = check_text(pair[0], f"{place}[0]"), check_answer(pair[1], f"{place}[1]")
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return turns
-
-
 def _take(raw: Raw, column: str) -> Any:
     value = raw.get(column)
     if value is None:
@@ -543,8 +544,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction", "definition"), "question"),
     **dict.fromkeys(("response", "solution", "generated_solution", "output"), "answer"),
     **dict.fromkeys(("target", "targets", "completion", "attempt", "deepseek_attempt", "r1_generation"), "answer"),
-    **dict.fromkeys(("chosen_response", "chosen_messages", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "response_k"), "rejected"),
+    **dict.fromkeys(("chosen_response", "chosen_messages", "preferred_output", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "non_preferred_output", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _EXTRA_SPELLINGS: Final = {

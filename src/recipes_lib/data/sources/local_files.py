@@ -67,6 +67,8 @@ SPLIT_WORDS: Final = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_SNAPSHOT: Final = re.compile(r"(?:.*/)?snapshots/[0-9a-f]{40}(?=/)")
+"""Folder of one revision of a dataset in the cache of the Hub."""
 _CARD: Final = re.compile(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|$)", re.DOTALL)
 """Metadata of a dataset card, in YAML at its beginning."""
 _SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
@@ -281,6 +283,11 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
     files = _list_files(folder, name)
     if not files:
         raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
+    matches = (_SNAPSHOT.match(file.relative_to(folder.parent).as_posix()) for file in files)
+    # All at once would mix revisions, and the configurations of their dataset cards.
+    if snapshots := sorted({match[0] for match in matches if match}):
+        found = f"a cache of the Hub, with {len(snapshots)} snapshots, first {snapshots[0]}"
+        raise DataError(Problem(name, found, "name the folder of one snapshot, or the dataset by its Hub id"))
     _refuse_mixed_kinds(files, folder, name)
     return _group_by_split(files, folder, name)
 

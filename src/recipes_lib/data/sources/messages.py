@@ -234,6 +234,24 @@ def _transpose(columns: Mapping[str, Sequence[Any]], column: str) -> list[dict[s
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
+def read_history(history: object) -> list[Message]:
+    """Return the chat of a list of pairs, each a question with its answer, as in LLaMA-Factory's ``history``.
+
+    Raises:
+        RowError: It is no such list, or an answer is empty.
+    """
+    if not isinstance(history, (list, tuple)):
+        raise RowError(f"`history` is {describe(history)}, not a list", "write [[question, answer], ...]")
+    turns: list[Message] = []
+    for number, pair in enumerate(history):
+        place = f"history[{number}]"
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise RowError(f"{place} is not a [question, answer] pair", "write [[question, answer], ...]")
+        question, answer = check_text(pair[0], f"{place}[0]"), check_answer(pair[1], f"{place}[1]")
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turns
+
+
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
     """Return cleaned turns without marks, as templates read them, and the indices of turns excluded from the loss."""
     untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
@@ -342,8 +360,8 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     """Convert text parts and tool calls to the form that templates read, in place."""
     if isinstance(message.get("content"), (list, tuple)):
         parts = list(message["content"])
-        if message["role"] == "assistant" and (thought := _read_thought(parts)) is not None:
-            message.setdefault("reasoning_content", check_text(thought, f"{place}.content[0].thinking"))
+        if message["role"] == "assistant" and (thought := _read_thought(parts, f"{place}.content[0]")) is not None:
+            message.setdefault("reasoning_content", thought)
             del parts[0]
         message["content"] = _join_parts(parts, f"{place}.content")
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
@@ -364,10 +382,14 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             check_json(value, f"{place}.{key}", allow_nan=True)
 
 
-def _read_thought(parts: Sequence[object]) -> object:
+def _read_thought(parts: Sequence[object], place: str) -> str | None:
     """Return the reasoning in the first part of an answer, as in Anthropic's API; ``None`` if it is of another type."""
     first = parts[0] if parts else None
-    return first.get("thinking") if isinstance(first, Mapping) and first.get("type") == "thinking" else None
+    if not isinstance(first, Mapping) or first.get("type") not in ("thinking", "reasoning"):
+        return None
+    place, thought = f"{place}.{first['type']}", first.get("thinking", first.get("text"))
+    # A list of parts in Mistral's API.
+    return _join_parts(thought, place) if isinstance(thought, (list, tuple)) else check_text(thought, place)
 
 
 def _join_parts(parts: Sequence[object], place: str) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeGuard
 from recipes_lib.data.sources.messages import describe
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import count_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,7 +122,7 @@ def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Ite
     broken: BrokenLine | None = None
     for number, line in lines:
         is_end = ends_at_blank and line.isspace() and not isinstance(line, BrokenLine)
-        num_bytes = len(line) if line.isascii() else len(line.encode())
+        num_bytes = count_bytes(line)
         if joined and (is_end or size + num_bytes > MAX_DOCUMENT_BYTES):
             yield first, "".join(joined) if broken is None else broken
             joined, size, broken = [], 0, None
