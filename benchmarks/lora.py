@@ -58,7 +58,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
     attention = choose_attention(config.model, model_config, args, packing=True)
     model = load_policy(config, attention.implementation, args, launch)
     # The meter counts only batches of training; the checks run two forward passes before.
-    checks = AdapterChecks(model, config.adapter, say=lambda line: None)
+    checks = AdapterChecks(config.adapter, say=lambda line: None)
     trainer = SFTTrainer(
         model=model,
         args=args,

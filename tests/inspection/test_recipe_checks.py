@@ -55,8 +55,10 @@ def test_disk_check_counts_only_adapters(run_check, tmp_path, monkeypatch, init)
     keys = {"dtype": "bfloat16", "save_steps": 1, "hardware": "ddp", **ONE_ROW_PER_RANK}
     problems, output = run_check("sft", CHATS, **keys)
     assert [problem.where for problem in problems] == [str(tmp_path / "out")], output
+    assert "warning: trained weights have 16 bits" in output
     problems, output = run_check("lora", CHATS, lora_r=4, init_lora_weights=init, **keys)
     assert not problems, output
+    assert "warning: trained weights" not in output
     assert f"2 checkpoints of {ADAPTER / 1e9:.2f} GB" in output
 
 

@@ -41,4 +41,4 @@ def test_adapter_on_vision_model_passes_start_checks(model_dir, tmp_path):
     adapter = AdapterConfig(use_peft=True, lora_r=4)
     trainer, _, lines = make_adapter_trainer(model_dir, tmp_path / "run", make_packs(), adapter, **NUM_STEPS)
     trainer.train()
-    assert "adapter: all 28 trained tensors have a gradient" in lines
+    assert "gradients: all 28 trained tensors have one" in lines

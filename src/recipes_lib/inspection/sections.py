@@ -301,8 +301,14 @@ class Inspection(ABC):
 
         Missing packages are not errors, because the machine of the run may have them.
         """
+        from recipes_lib.planning.memory import find_dtype
         from recipes_lib.training.monitoring.callbacks import verify_trackers
-        from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
+        from recipes_lib.training.optim.optimizers import (
+            format_group,
+            plan_groups,
+            verify_optimizer,
+            warn_of_rounding,
+        )
         from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
 
         verify_optimizer(self.config, is_installed=True)
@@ -310,9 +316,15 @@ class Inspection(ABC):
             model = _build_on_meta(self.model_config)
             coefficient = self.config.training.get("router_aux_loss_coef")
             configure_router_loss(model, coefficient, self.launch, by_default=self.balances_experts)
-            for row in () if self.config.adapter.use_peft else plan_groups(model, self.config):
-                report(f"{format_group(row)}: {', '.join(row.parameters)}")
-
+            if not self.config.adapter.use_peft:
+                for row in plan_groups(model, self.config):
+                    report(f"{format_group(row)}: {', '.join(row.parameters)}")
+                dtype, optim_args = (
+                    find_dtype(self.model_config, self.config.model.dtype),
+                    self.config.read("optim_args"),
+                )
+                for warning in warn_of_rounding([dtype], str(self.config.read("optim")), optim_args):
+                    report(warning)
         for verify in (verify_optimizer, verify_trackers):
             try:
                 verify(self.config)

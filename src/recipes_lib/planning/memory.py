@@ -427,7 +427,7 @@ def _count_rollouts(
         }
     elif config.engine.vllm_mode == "colocate":
         temporary |= {memory_plan.ENGINE: copied, memory_plan.ENGINE_CACHE: row}
-    is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
+    is_narrow = width < find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
         temporary["16-bit copy that answers"] = copied
     return temporary | {"a layer of a batch": round(max(layer.total for layer in kept.layers) * batch / micro.num_rows)}
@@ -542,18 +542,19 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: 
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
     with compute.explaining_model(model_config, "cannot be built", "choose another architecture"):
-        model = auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
+        model = auto_class.from_config(settings, dtype=find_dtype(model_config, dtype), attn_implementation=kernel)
         freeze_outside_text(model)
         return model
 
 
-def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
+def find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    """Return the dtype of weights by the key ``dtype``; for ``auto`` that of the checkpoint."""
     return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
 def _count_width(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     """Return the bytes of an element of the compute dtype, which without autocast is that of the weights."""
-    return 2 if has_half_products(config) else _find_dtype(model_config, config.model.dtype).itemsize
+    return 2 if has_half_products(config) else find_dtype(model_config, config.model.dtype).itemsize
 
 
 def _find_trained(module: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""``AdapterChecks``: valid runs pass, and faulty gradients, bases and optimizers stop the run."""
+"""Start checks of adapters: valid runs pass, and faulty gradients, bases and optimizers stop the run."""
 
 import functools
 
@@ -12,7 +12,13 @@ from transformers import TrainerState, TrainingArguments
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.lora import add_adapter
-from recipes_lib.training.guards.start_checks import AdapterChecks, sample_frozen, verify_frozen, verify_no_effect
+from recipes_lib.training.guards.start_checks import (
+    AdapterChecks,
+    StartChecks,
+    sample_frozen,
+    verify_frozen,
+    verify_no_effect,
+)
 
 
 @pytest.fixture
@@ -43,10 +49,10 @@ def test_valid_run_passes_and_logs_each_check_once(make_run, init, keys):
     trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=5, **keys)
     trainer.train()
     assert len(recorder.steps) == 5
-    expected = {"adapter: all 21 frozen tensors are unchanged", "adapter: all 28 trained tensors have a gradient"}
+    expected = {"adapter: all 21 frozen tensors are unchanged", "gradients: all 28 trained tensors have one"}
     if init not in ("pissa", "olora"):
         expected.add("adapter: it changes no logit before it is trained")
-    assert sorted(line for line in lines if line.startswith("adapter: ")) == sorted(expected)
+    assert sorted(line for line in lines if line.startswith(("adapter: ", "gradients: "))) == sorted(expected)
 
 
 def test_activation_checkpointing_does_not_change_losses(make_run):
@@ -55,7 +61,7 @@ def test_activation_checkpointing_does_not_change_losses(make_run):
         keys = {"activation_checkpointing_kwargs": f"{{use_reentrant: {use_reentrant}}}"} if is_on else {}
         trainer, recorder, lines = make_run(f"{is_on} {use_reentrant}", activation_checkpointing=is_on, **keys)
         trainer.train()
-        assert "adapter: all 28 trained tensors have a gradient" in lines
+        assert "gradients: all 28 trained tensors have one" in lines
         runs.append(recorder.steps)
     for steps in runs[1:]:
         for expected, step in zip(runs[0], steps, strict=True):
@@ -66,7 +72,7 @@ def test_lost_gradients_stop_run_at_first_step(make_run, monkeypatch):
     trainer, _, _ = make_run(activation_checkpointing=True)
     layer = trainer.model.get_base_model().model.layers[1]
     monkeypatch.setattr(layer, "forward", functools.partial(_detach_input, layer.forward))
-    with pytest.raises(DivergedError, match=r"at step 1 7 of 28 trained tensors would learn nothing.*no gradient"):
+    with pytest.raises(DivergedError, match=r"up to step 1, 7 of 28 trained tensors have learnt nothing.*no gradient"):
         trainer.train()
 
 
@@ -80,15 +86,17 @@ def test_invalid_gradient_is_named(make_run, factor, fault, monkeypatch):
     # Otherwise the step guard would stop a non-finite gradient first.
     monkeypatch.setattr(trainer, "_get_grad_norm", lambda *args, **kwargs: 1.0)
     find_b(trainer.model).register_hook(lambda gradient: gradient * factor)
-    with pytest.raises(DivergedError, match=rf"step 1 1 of 28 .*layers\.0\.mlp\.up_proj\.lora_B.*{fault}"):
+    with pytest.raises(DivergedError, match=rf"step 1, 1 of 28 .*layers\.0\.mlp\.up_proj\.lora_B.*{fault}"):
         trainer.train()
 
 
 def test_step_that_fp16_skips_is_not_checked(make_run):
     """Clipping by an infinite norm makes gradients zero, and NaN where they overflowed."""
-    trainer, _, lines = make_run()
+    trainer, _, _ = make_run()
     model = trainer.model
-    checks = AdapterChecks(model, AdapterConfig(use_peft=True), say=lines.append)
+    trainer.state.max_steps = trainer.args.max_steps
+    checks = StartChecks(trainer, has_adapter=True)
+    checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
     trainer.args.fp16 = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -99,14 +107,14 @@ def test_step_that_fp16_skips_is_not_checked(make_run):
             find_b(model).grad[0, 0] = float("nan")
         checks.on_pre_optimizer_step(trainer.args, trainer.state, trainer.control, model=model, optimizer=optimizer)
     # The gradients of A are checked once B is not zero any more.
-    assert {name.split(".lora_")[1][0] for name in checks._unchecked} == {"A"}
+    assert {name.split(".lora_")[1][0] for name in checks._faults} == {"A"}
 
 
 def test_lora_a_is_checked_once_b_is_not_zero(make_run):
     trainer, recorder, _ = make_run(warmup_steps=2, max_steps=6)
     a = trainer.model.get_base_model().model.layers[1].self_attn.q_proj.lora_A.default.weight
     a.register_hook(torch.zeros_like)
-    with pytest.raises(DivergedError, match=r"at step 3 1 of 28 .*layers\.1\.self_attn\.q_proj\.lora_A"):
+    with pytest.raises(DivergedError, match=r"up to step 3, 1 of 28 .*layers\.1\.self_attn\.q_proj\.lora_A"):
         trainer.train()
     assert len(recorder.steps) == 2
 
@@ -153,7 +161,7 @@ def test_tensor_missing_from_optimizer_stops_run_at_first_step(make_run):
 def test_modules_to_save_pass_with_sparse_embedding_updates(make_run):
     trainer, _, lines = make_run(adapter={"lora_modules_to_save": ["embed_tokens", "norm"]}, max_steps=3)
     trainer.train()
-    assert "adapter: all 34 trained tensors have a gradient" in lines
+    assert "gradients: all 34 trained tensors have one" in lines
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_dora": True}, {"init_lora_weights": "orthogonal"}])
@@ -161,7 +169,7 @@ def test_new_adapter_with_effect_is_detected(keys, tmp_path):
     config = AdapterConfig(use_peft=True, **keys)
     model, lines = add_adapter(build_model("llama"), config, seed=0), []
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    checks = AdapterChecks(model, config, say=lines.append)
+    checks = AdapterChecks(config, say=lines.append)
     checks.on_train_begin(args, TrainerState(), None, model=model)
     assert lines == ["adapter: it changes no logit before it is trained"]
     find_b(model).data += 0.01
@@ -202,7 +210,7 @@ def test_resumed_run_is_checked_and_bit_identical(make_run, tmp_path):
         assert second.steps == recorder.steps[2:]
         pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-        assert len([line for line in lines if line.startswith("adapter: ")]) == 2
+        assert len([line for line in lines if line.startswith(("adapter: ", "gradients: "))]) == 2
 
 
 def test_frozen_sample_is_small_and_detects_update():

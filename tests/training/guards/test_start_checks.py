@@ -113,13 +113,13 @@ def test_loss_across_rows_resumes_without_accumulation_check(tiny_model_dir, tmp
     assert any(line.startswith("accumulation: not checked") for line in recorder.lines)
 
 
-def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False, num_overflows=0):
+def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False, num_overflows=0, has_adapter=False):
     """Run ``StartChecks`` for some steps without the gradients of ``has_no_gradient``; return its messages.
 
     In the first ``num_overflows`` steps gradients are NaN.
     """
     lines = []
-    checks = StartChecks(trainer, has_adapter=False)
+    checks = StartChecks(trainer, has_adapter=has_adapter)
     trainer.observer.progress.say = lines.append
     model = trainer.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -139,6 +139,16 @@ def test_gradient_check_passes_once_all_tensors_were_seen(tiny_model_dir, tmp_pa
     assert lines == ["gradients: all 21 trained tensors have one"]
 
 
+def test_gradients_of_adapter_are_required_at_once_except_of_vectors(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path)
+    keys = {"has_adapter": True, "has_no_gradient": lambda name, step: name.endswith("norm.weight")}
+    assert run_checks(trainer, 9, **keys) == []
+    (line,) = run_checks(trainer, 12, **keys)
+    assert line.startswith("gradients: 5 of 21 trained tensors had none")
+    with pytest.raises(DivergedError, match=r"1 of 21 .* lm_head"):
+        run_checks(trainer, 1, has_adapter=True, has_no_gradient=lambda name, step: "lm_head" in name)
+
+
 def test_steps_that_fp16_skips_do_not_count(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path)
     with pytest.raises(DivergedError, match="not finite"):
@@ -150,7 +160,7 @@ def test_steps_that_fp16_skips_do_not_count(tiny_model_dir, tmp_path):
 def test_lost_gradient_stops_run(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
     trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(DivergedError, match=r"in the first 10 steps \d+ of 21 .* \(it has no gradient\)"):
+    with pytest.raises(DivergedError, match=r"up to step 10, \d+ of 21 .* \(it has no gradient\)"):
         trainer.train()
     assert trainer.state.global_step == 9
 
@@ -164,12 +174,12 @@ def test_experts_routers_and_vectors_may_have_no_gradient():
     }
     parameters = {name: torch.nn.Parameter(value) for name, value in names.items()}
     faults = dict.fromkeys(parameters, "its gradient is zero")
-    assert "4 of 9 trained tensors" in report_untrained(faults, parameters, 9)
+    assert "4 of 9 trained tensors" in report_untrained(faults, parameters, 9, 10)
     # The gate of a gated MLP is not a router.
     parameters["model.layers.0.mlp.gate_proj.weight"] = torch.nn.Parameter(torch.ones(3, 3))
-    message = re.escape("1 of 9 trained tensors learnt nothing: model.layers.0.mlp.gate_proj")
+    message = re.escape("1 of 9 trained tensors have learnt nothing: model.layers.0.mlp.gate_proj")
     with pytest.raises(DivergedError, match=message):
-        report_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9)
+        report_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9, 10)
 
 
 def build_random_model(model_type, hidden_size, *, seed=0, **keys):

@@ -25,6 +25,7 @@ from recipes_lib.training.optim.optimizers import (
     get_decay_names,
     plan_groups,
     verify_optimizer,
+    warn_of_rounding,
 )
 
 EMBEDDINGS = {
@@ -48,6 +49,21 @@ class OurGroups(Trainer):
 def build_optimizer(model, tmp_path, optim, **training):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim, weight_decay=0.1, **training)
     return OurGroups(model=model, args=args).create_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optim", "optim_args", "is_lossy"),
+    [
+        ("float32", "adamw_torch_fused", None, False),
+        ("bfloat16", "adamw_torch_fused", None, True),
+        ("float16", "adamw_torch_8bit", "bf16_stochastic_round=False", True),
+        ("bfloat16", "adamw_torch_8bit", "bf16_stochastic_round=True", False),
+        ("bfloat16", "adamw_bf16_stochastic", None, False),
+    ],
+)
+def test_rounded_updates_have_a_warning(dtype, optim, optim_args, is_lossy):
+    dtypes = [torch.float32, getattr(torch, dtype)]
+    assert len([*warn_of_rounding(dtypes, optim, optim_args)]) == is_lossy
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

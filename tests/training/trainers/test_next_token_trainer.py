@@ -98,4 +98,14 @@ def test_adapter_on_quantized_model_is_trained_in_float32(tiny_model_dir, tmp_pa
     trainer.train()
     assert {tensor.dtype for tensor in read_adapter_state(trainer.model).values()} == {torch.float32}
     assert recorder.steps[-1]["loss"] < recorder.steps[0]["loss"]
-    assert "adapter: all 28 trained tensors have a gradient" in lines
+    assert "gradients: all 28 trained tensors have one" in lines
+
+
+def test_training_of_16_bit_weights_has_a_warning(tiny_model_dir, tmp_path):
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "wide", make_packs(), max_steps=1)
+    trainer.train()
+    assert not [line for line in recorder.lines if line.startswith("warning: trained weights")]
+    trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "narrow", make_packs(), max_steps=1)
+    trainer.model.bfloat16()
+    trainer.train()
+    assert len([line for line in recorder.lines if line.startswith("warning: trained weights")]) == 1

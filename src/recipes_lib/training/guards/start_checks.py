@@ -33,27 +33,17 @@ SAMPLE_SIZE: Final = 1024
 
 
 class AdapterChecks(TrainerCallback):
-    """Verifies that the adapter, and only the adapter, is trained.
+    """Verifies that a new adapter has no effect before the first step, and that training changes no frozen tensor.
 
-    Before the first step, a new adapter must not change any logit, and the optimizer must contain it. In the first
-    steps every trained tensor must get a finite, non-zero gradient; LoRA's A is checked once its B is not zero any
-    more. After the first step and at the end, frozen tensors must be unchanged.
+    Frozen tensors are compared after the first step and at the end.
 
     Source: ``tests/training/guards/test_adapter_checks.py``.
     """
 
-    def __init__(self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None]) -> None:
-        """Record the initial adapter.
-
-        Args:
-            model: PEFT model, before a checkpoint is loaded and before it is wrapped.
-            config: Adapter keys, which tell whether the adapter is new.
-            say: Logger for one line per passed check.
-        """
+    def __init__(self, config: AdapterConfig, *, say: Callable[[str], None]) -> None:
+        """Check the adapter of ``config``, whose keys tell whether it is new; ``say`` logs a line per passed check."""
         self._is_fresh = config.adapter_name_or_path is None
         self._say = say
-        self._unchecked = set(_find_trained(model))
-        self._num_trained = len(self._unchecked)
         self._frozen: dict[str, Tensor] = {}
         self._is_first_step = True
 
@@ -66,31 +56,6 @@ class AdapterChecks(TrainerCallback):
             verify_no_effect(model)
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
-        if getattr(args, "deepspeed_plugin", None) is not None:
-            # DeepSpeed reduces gradients into its own partitions; ``parameter.grad`` is ``None``.
-            self._unchecked.clear()
-            self._say("adapter: gradients are not checked under DeepSpeed, which does not expose them")
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Check the gradients until each was valid once."""
-        if not self._unchecked:
-            return
-        if self._is_first_step:
-            verify_updated(kwargs["model"], kwargs["optimizer"])
-        faults = find_gradient_faults(kwargs["model"])
-        if _is_skipped(args, faults):
-            return
-        if faulty := [f"{name} ({fault})" for name, fault in faults.items() if fault]:
-            raise DivergedError(
-                f"at step {state.global_step + 1} {len(faulty)} of {self._num_trained} trained tensors would learn "
-                f"nothing: {list_first(faulty)}. Their gradients are lost in the backward pass: try "
-                "activation_checkpointing: false"
-            )
-        self._unchecked -= faults.keys()
-        if not self._unchecked:
-            self._say(f"adapter: all {self._num_trained} trained tensors have a gradient")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Verify after the first step of this process that the base weights are unchanged."""
@@ -104,34 +69,6 @@ class AdapterChecks(TrainerCallback):
     ) -> None:
         """Verify that the base is unchanged."""
         verify_frozen(self._frozen, kwargs["model"])
-
-
-NOT_FINITE: Final = "its gradient is not finite"
-
-
-def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
-    """Return the fault in the gradient of each trained parameter, ``None`` for a valid one; every process must call.
-
-    LoRA's A is omitted while its B is zero, because its gradient is then zero by the chain rule.
-    """
-    trained = _find_trained(model)
-    faults: dict[str, str | None] = {}
-    for name, parameter in trained.items():
-        # dL/dA = B^T dL/d(BA), and B is initialised to zero.
-        lora_b = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
-        if lora_b is not parameter and not get_full_tensor(lora_b).any():
-            continue
-        if parameter.grad is None:
-            faults[name] = "it has no gradient"
-        else:
-            norm = float(get_full_tensor(parameter.grad.float().norm()))
-            faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
-    return faults
-
-
-def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bool:
-    # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
-    return args.fp16 and NOT_FINITE in faults.values()
 
 
 def verify_no_effect(model: Any) -> None:
@@ -177,10 +114,6 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
         )
 
 
-def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def _sample(parameter: nn.Parameter) -> Tensor:
     # ZeRO-3 replaces sharded weights by empty placeholders.
     values = getattr(parameter, "ds_tensor", parameter).detach()
@@ -197,22 +130,25 @@ NUM_CANDIDATES: Final = 32
 MAX_STEPS: Final = 10
 """Steps within which every trained tensor must get a gradient. A tensor multiplied by a zero-initialised one gets it in
 step 2, or in step 3 after a warmup from 0."""
+NOT_FINITE: Final = "its gradient is not finite"
 _ROUTED: Final = re.compile(r"\.(experts|router|gate|shared_expert_gate)\b")
 
 
 class StartChecks(TrainerCallback):
     """Verifies gradient accumulation, and the gradients of all trained tensors, at the start of every process.
 
+    The optimizer must contain every trained tensor, and each must get a finite, non-zero gradient within ``MAX_STEPS``;
+    those of an adapter in every step until then, for which LoRA's A counts once its B is not zero any more.
+
     Source: ``tests/training/guards/test_start_checks.py``.
     """
 
     def __init__(self, trainer: TrainerView, *, has_adapter: bool) -> None:
-        """Check ``trainer``; with ``has_adapter`` the gradients are checked by ``AdapterChecks`` instead."""
+        """Check ``trainer``; ``has_adapter``: whether only an adapter is trained."""
         self._trainer = trainer
         self._has_adapter = has_adapter
-        self._checks_gradients = not has_adapter and not trainer.is_deepspeed_enabled
         self._is_begun = False
-        self._faults: dict[str, str | None] = {}
+        self._faults: dict[str, str] = {}
         self._num_trained = 0
         self._num_steps = 0
 
@@ -231,8 +167,12 @@ class StartChecks(TrainerCallback):
                 f"frozen: {len(flags) - len(names)} tensors that text does not pass through, "
                 "such as " + next(name for name in flags if not flags[name])
             )
-        self._faults = dict.fromkeys(names if self._checks_gradients else (), "it has no gradient")
-        self._num_trained = len(self._faults)
+        self._num_trained = len(names)
+        if self._trainer.is_deepspeed_enabled:
+            # It reduces gradients into its own partitions; ``parameter.grad`` is ``None``.
+            self._trainer.observer.progress.say("gradients: not checked under DeepSpeed, which does not expose them")
+        else:
+            self._faults = dict.fromkeys(names, "it has no gradient")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -246,13 +186,42 @@ class StartChecks(TrainerCallback):
         if _is_skipped(args, faults):
             return
         self._num_steps += 1
-        self._faults = {name: faults.get(name) for name in self._faults if faults.get(name)}
+        self._faults = {name: fault for name, last in self._faults.items() if (fault := faults.get(name, last))}
+        is_last = self._num_steps == MAX_STEPS
         if not self._faults:
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
-        elif self._num_steps == MAX_STEPS:
+        elif is_last or self._has_adapter:
+            found = self._faults if is_last else {name: fault for name, fault in faults.items() if fault}
             parameters = dict(kwargs["model"].named_parameters())
-            self._trainer.observer.progress.say(report_untrained(self._faults, parameters, self._num_trained))
-            self._faults = {}
+            line = report_untrained(found, parameters, self._num_trained, state.global_step + 1)
+            if is_last:
+                self._trainer.observer.progress.say(line)
+                self._faults = {}
+
+
+def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
+    """Return the fault in the gradient of each trained parameter, ``None`` for a valid one; every process must call.
+
+    LoRA's A is omitted while its B is zero, because its gradient is then zero by the chain rule.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    faults: dict[str, str | None] = {}
+    for name, parameter in trained.items():
+        # dL/dA = B^T dL/d(BA), and B is initialised to zero.
+        lora_b = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
+        if lora_b is not parameter and not get_full_tensor(lora_b).any():
+            continue
+        if parameter.grad is None:
+            faults[name] = "it has no gradient"
+        else:
+            norm = float(get_full_tensor(parameter.grad.float().norm()))
+            faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
+    return faults
+
+
+def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bool:
+    # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
+    return args.fp16 and NOT_FINITE in faults.values()
 
 
 def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -347,8 +316,10 @@ def _choose_rows(trainer: TrainerView) -> list[Any]:
     return [rows[at] for _, at in (useful[0], useful[-1])] if len(useful) > 1 else []
 
 
-def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
-    """Return a warning about tensors without a gradient in the first steps, if there are valid reasons for all.
+def report_untrained(
+    faults: Mapping[str, str], parameters: Mapping[str, nn.Parameter], num_trained: int, step: int
+) -> str:
+    """Return a warning about tensors without a gradient so far, if there are valid reasons for all.
 
     Experts may get no tokens, a router that selects a single expert has a constant output, and gradients of vectors may
     cancel, as that of a bias which is added to everything that the loss compares.
@@ -357,6 +328,7 @@ def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, 
         faults: Fault of each tensor without a valid gradient, by name.
         parameters: Parameters of the model by name.
         num_trained: Number of trained tensors.
+        step: Current step, from 1.
 
     Raises:
         DivergedError: Another tensor has no gradient.
@@ -367,12 +339,12 @@ def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, 
     )
     if lost:
         raise DivergedError(
-            f"in the first {MAX_STEPS} steps {len(lost)} of {num_trained} trained tensors learnt nothing: "
+            f"up to step {step}, {len(lost)} of {num_trained} trained tensors have learnt nothing: "
             f"{list_first(lost)}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
-        f"gradients: {len(expected)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, which "
+        f"gradients: {len(expected)} of {num_trained} trained tensors had none up to step {step}, which "
         f"is possible for experts, routers and biases: {list_first(expected)}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.training.layouts.compatibility import BITSANDBYTES
+from recipes_lib.training.layouts.compatibility import BITSANDBYTES, STOCHASTIC_ADAMW
 
 _DROPPED_BITS = 16
 """Bits of a float32 that a bfloat16 lacks: bfloat16 is its upper half."""
@@ -340,12 +340,43 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     ]
 
 
+def warn_of_rounding(dtypes: Iterable[torch.dtype], optim: str, optim_args: str | None) -> Iterator[str]:
+    """Yield a warning if trained weights have 16 bits, and their optimizer does not round stochastically.
+
+    Args:
+        dtypes: Dtypes of the trained weights.
+        optim: Name of the optimizer or of its class.
+        optim_args: Key of the recipe.
+    """
+    rounds = optim in (STOCHASTIC_ADAMW, StochasticAdamW.__name__) or "bf16_stochastic_round=True" in (optim_args or "")
+    if not rounds and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes):
+        yield (
+            "warning: trained weights have 16 bits, so that most updates, those below 1/256 of a weight, are rounded "
+            "to 0: write `dtype: float32` (`bf16` computes in bfloat16 anyway), or train an adapter"
+        )
+
+
 def format_group(row: GroupRow) -> str:
     """Return a log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04``."""
     return (
         f"{row.optimizer}: {row.num_parameters:,} parameters in {row.num_tensors} tensors, "
         f"weight decay {row.weight_decay:g}, rate {row.learning_rate:.1e}"
     )
+
+
+def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, optim_args: str | None) -> Iterator[str]:
+    """Yield a log line for each parameter group, and the warning of ``warn_of_rounding``.
+
+    Args:
+        optimizer: As for ``describe_groups``.
+        model: As for ``describe_groups``.
+        optim_args: Key of the recipe.
+    """
+    rows = describe_groups(optimizer, model)
+    yield from map(format_group, rows)
+    # Of the optimizer's tensors: DeepSpeed trains a model of 16 bits by copies in float32.
+    dtypes = (parameter.dtype for group in optimizer.param_groups for parameter in group["params"])
+    yield from warn_of_rounding(dtypes, rows[0].optimizer, optim_args)
 
 
 def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:

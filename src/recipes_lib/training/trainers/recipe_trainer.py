@@ -51,7 +51,7 @@ from recipes_lib.training.optim.compilation import (
     match_kernels,
     preserve_architecture,
 )
-from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
+from recipes_lib.training.optim.optimizers import get_decay_names, report_optimizer, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
@@ -107,9 +107,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.observer = observer
         self.order, self.penalty = order, penalty
         self.adapter = adapter or AdapterConfig()
-        # Hashes the base weights before upstream can change them.
         say = observer.progress.say
-        checks = [AdapterChecks(model, self.adapter, say=say)] if self.adapter.use_peft else []
         super().__init__(model=model, args=args, **options)
         verify_engine(
             self.launch,
@@ -123,8 +121,9 @@ class RecipeTrainer(CheckpointingTrainer):
         self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
-        for callback in (*checks, self._last_step):
-            self.add_callback(callback)
+        if self.adapter.use_peft:
+            self.add_callback(AdapterChecks(self.adapter, say=say))
+        self.add_callback(self._last_step)
         attention = getattr(model.config.get_text_config(), "_attn_implementation", "")
         say(f"attention: {explain_choice(attention, model.config, args.device, get_compute_dtype(args))}")
         if args.mixed_precision == "fp8":
@@ -494,14 +493,14 @@ def configure_router_loss(
 
 
 class _LogParameterGroups(TrainerCallback):
-    """Logs the parameter groups before the first step: optimizer, learning rate and weight decay."""
+    """Logs the parameter groups before the first step: optimizer, learning rate, weight decay, and lossy weights."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        for row in describe_groups(kwargs["optimizer"], kwargs["model"]):
-            self._say(format_group(row))
+        for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args.optim_args):
+            self._say(line)
 
 
 @dataclass(frozen=True, slots=True)
