@@ -131,8 +131,6 @@ def suggest_sibling(text: str) -> str:
     if VARIABLE.search(text):
         return NO_VARIABLES
     try:
-        if path.is_symlink():
-            return f"it is a link to {path.readlink()}, which does not exist"
         return suggest(path.name, [sibling.name for sibling in path.parent.iterdir()], "", f"{path.parent / '{}'}")
     except (OSError, ValueError):
         return ""

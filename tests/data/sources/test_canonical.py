@@ -123,9 +123,6 @@ def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
         load_source(str(tmp_path / "trian.jsonl"))
     with pytest.raises(DataError, match="patterns are not expanded: name the folder"):
         load_source(str(tmp_path / "*.jsonl"))
-    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
-    with pytest.raises(DataError, match=r"it is a link to gone\.jsonl, which does not exist"):
-        load_source(str(tmp_path / "link.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])

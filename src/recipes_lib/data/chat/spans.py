@@ -426,8 +426,7 @@ class SpanFinder:
             remarks = _remark_opening(row, message, text.endswith(header, 0, start))
             # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag, or
             # the beginning of it (Command A).
-            tail = text[end:]
-            is_eos = rendered.turns[-1].end == end and not header.startswith(tail.rstrip())
+            is_eos = rendered.turns[-1].end == end and not header.startswith(text[end:].rstrip())
             if is_eos and self._terminated(text, end, len(text)):
                 end = len(text)
             text, end = self._terminate(row, text, Span(message, start, end))

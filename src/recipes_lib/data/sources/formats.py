@@ -176,12 +176,10 @@ def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[
 
 def _list_spellings(present: Sequence[str], declared: DatasetFormat) -> dict[str, str]:
     """Return the other spellings of columns, with those that depend on the columns beside them or on the layout."""
-    spellings = {**_SPELLINGS}
-    if "tools" in present:  # Function calls, as in xlam.
-        spellings["answers"] = "answer"
-    if declared == "preference" and "chosen" not in map(spellings.get, present):  # As in ms-swift's pairs.
-        spellings |= dict.fromkeys(("messages", "response"), "chosen")
-    return spellings
+    # In ms-swift's pairs; and function calls, as in xlam.
+    is_pair = declared == "preference" and "chosen" not in map(_SPELLINGS.get, present)
+    chosen = dict.fromkeys(("messages", "response"), "chosen") if is_pair else {}
+    return {**_SPELLINGS, **chosen, **({"answers": "answer"} if "tools" in present else {})}
 
 
 @lru_cache(maxsize=1024)  # Bounded: rows may have names of their own.
