@@ -184,6 +184,13 @@ def test_paths_exist(page: Path) -> None:
     assert find_missing_paths(page.read_text()) == []
 
 
+def test_tests_that_docstrings_name_exist() -> None:
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"``(tests/[\w/]+\.py)``", text)}
+    assert len(named) > 100
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_exist(page: Path) -> None:
     assert find_wrong_commands(page.read_text()) == []

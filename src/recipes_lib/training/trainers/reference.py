@@ -72,7 +72,7 @@ class RowsWithReference:
 class ReferenceLogps:
     """Reference log-probabilities of all pairs of a run, in the shared cache and in the run's own folder.
 
-    Source: ``tests/training/trainers/test_reference.py``, ``tests/distributed/test_reference.py``.
+    Source: ``tests/training/trainers/test_reference.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self, key: str, rows: Mapping[str, PairRows], *, root: Path, output_dir: Path) -> None:
