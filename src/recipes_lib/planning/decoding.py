@@ -8,8 +8,14 @@ from typing import Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning import compute
 from recipes_lib.planning.activations import list_keys
+from recipes_lib.planning.compute import (
+    FORWARD_AND_BACKWARD,
+    compute_flops_per_token,
+    compute_hours,
+    compute_model_size,
+    count_features,
+)
 from recipes_lib.planning.devices import Device, find_overhead
 from recipes_lib.planning.memory import count_answers
 
@@ -74,15 +80,15 @@ def estimate_decoding(
     is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
     batch = min(num_answers, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(num_answers / batch)
-    whole, num_layers = compute.compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
+    whole, num_layers = compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
-    row = _NARROW * 2 * num_layers * compute.count_features(model_config)[1] * (prompt + answer / 2)
+    row = _NARROW * 2 * num_layers * count_features(model_config)[1] * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
     token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)
-    flops = compute.compute_flops_per_token(model_config, prompt + answer)
-    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD * num_answers * prompt
-    reading = 3600 * compute.compute_hours(forward, 1, device.flops, find_forward_mfu(config, mfu))
+    flops = compute_flops_per_token(model_config, prompt + answer)
+    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD * num_answers * prompt
+    reading = 3600 * compute_hours(forward, 1, device.flops, find_forward_mfu(config, mfu))
     return Decoding(reading + num_batches * answer * token, num_answers, batch, num_batches)
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning import compute
+from recipes_lib.planning.compute import (
+    FORWARD_AND_BACKWARD,
+    compute_flops_per_token,
+    compute_hours,
+    compute_model_size,
+    has_policy_reference,
+)
 from recipes_lib.planning.decoding import estimate_decoding, find_forward_mfu
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import Batch
@@ -52,7 +58,7 @@ def list_readers(config: RecipeConfig) -> list[str]:
     models = {
         "policy": True,
         "critic": config.recipe == "ppo",
-        "reference": compute.has_policy_reference(config),
+        "reference": has_policy_reference(config),
         "reward model": config.rewards.reward_model_name_or_path,
     }
     return [name for name, reads in models.items() if reads]
@@ -87,16 +93,16 @@ def estimate_iteration(
     """
     engine, held, num_gpus = config.engine, Batch.of(config, Layout("")), layout.num_gpus
     answer, prompt = held.num_predicted, held.length - held.num_predicted
-    each, size = math.ceil(num_answers / num_gpus), compute.compute_model_size(model_config).total
+    each, size = math.ceil(num_answers / num_gpus), compute_model_size(model_config).total
     decoding = estimate_decoding(config, model_config, each, (prompt, answer), device, mfu)
     reading = find_forward_mfu(config, mfu)
 
     def time(flops: float, num_tokens: int, share: float) -> float:
-        return 3600 * compute.compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
+        return 3600 * compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
 
-    flops = compute.compute_flops_per_token(model_config, held.length)
-    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD
-    trained = compute.compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
+    flops = compute_flops_per_token(model_config, held.length)
+    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD
+    trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, size, layout), layout, device)
     # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.

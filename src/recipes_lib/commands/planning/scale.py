@@ -24,7 +24,13 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
-from recipes_lib.planning import compute
+from recipes_lib.planning.compute import (
+    FLOPS_PER_TOKEN,
+    TOKENS_PER_PARAMETER,
+    compute_model_size,
+    compute_training_flops,
+    find_planned_model,
+)
 from recipes_lib.planning.scaling import FEWEST, MAX_EXTRAPOLATION, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
@@ -75,7 +81,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), "is not a finished run", remedy))
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
-    size = compute.compute_model_size(config)
+    size = compute_model_size(config)
     # Not an earlier evaluation if the last one is NaN.
     loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:
@@ -127,7 +133,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
         plan_pretraining(check_text("pretrain", text, path), 1)
         replace_text(path, text)
         stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
-        flops[name] = compute.compute_training_flops(size, keys["max_tokens"])
+        flops[name] = compute_training_flops(size, keys["max_tokens"])
         yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
     largest = max(value for name, value in flops.items() if name != _TARGET)
     law = "${output_dir}/scaling.json"
@@ -181,9 +187,9 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     }
     architecture = {**base.model.model_config, **sizes}
     sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
-    size = compute.compute_model_size(compute.find_planned_model(sized)).total
+    size = compute_model_size(find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = 0.3118 * max(compute.compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
+    rate = 0.3118 * max(compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -242,8 +248,8 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
         half = best.num_parameters / 2
         tokens = fit.law.find_overtrained(best.loss, half)
         yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
-    size = (options.flops / compute.FLOPS_PER_TOKEN / compute.TOKENS_PER_PARAMETER) ** 0.5
-    yield "20 per param.", f"{size:.4g} parameters, {compute.TOKENS_PER_PARAMETER * size:.4g} tokens"
+    size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
+    yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
 
 
 def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
@@ -299,7 +305,7 @@ def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
     if num_tokens is None:
         remedy = "write `max_tokens: ...` or `max_steps: ...`"
         raise ConfigError(Problem(str(path), "the length of the run is in epochs", remedy))
-    size = compute.compute_model_size(compute.find_planned_model(config))
+    size = compute_model_size(find_planned_model(config))
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
