@@ -319,11 +319,9 @@ class Inspection(ABC):
             if not self.config.adapter.use_peft:
                 for row in plan_groups(model, self.config):
                     report(f"{format_group(row)}: {', '.join(row.parameters)}")
-                dtype, optim_args = (
-                    find_dtype(self.model_config, self.config.model.dtype),
-                    self.config.read("optim_args"),
-                )
-                for warning in warn_of_rounding([dtype], str(self.config.read("optim")), optim_args):
+                dtypes = [find_dtype(self.model_config, self.config.model.dtype)]
+                optim, arguments = str(self.config.read("optim")), self.config.read("optim_args")
+                for warning in warn_of_rounding(dtypes, optim, arguments):
                     report(warning)
         for verify in (verify_optimizer, verify_trackers):
             try:
