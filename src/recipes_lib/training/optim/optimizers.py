@@ -376,7 +376,8 @@ def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, optim_a
     yield from map(format_group, rows)
     # Of the optimizer's tensors: DeepSpeed trains a model of 16 bits by copies in float32.
     dtypes = (parameter.dtype for group in optimizer.param_groups for parameter in group["params"])
-    yield from warn_of_rounding(dtypes, rows[0].optimizer, optim_args)
+    if rows:  # The groups of ZeRO-3 are empty.
+        yield from warn_of_rounding(dtypes, rows[0].optimizer, optim_args)
 
 
 def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
