@@ -16,6 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
@@ -344,3 +345,12 @@ def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message)
     assert done.returncode == code, done.stderr
     assert re.search(message, done.stderr)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("codes", "code"), [((1, 3), 3), ((1, 2), 2), ((1, 4), 4), ((1, -9), 1), ((75, 1), 75)])
+def test_cause_is_found_among_simultaneous_failures(monkeypatch, codes, code):
+    """A process that has lost another one may be the first that the launcher sees."""
+    failures = {rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="") for rank, code in enumerate(codes)}
+    raised = mock.Mock(side_effect=ChildFailedError("recipe.py", failures))
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", raised)
+    assert launching.run_processes(["recipe.py"]) == code
