@@ -287,6 +287,8 @@ def test_colocated_engine_holds_its_share_unless_asleep(configure):
 
 def test_vllm_needs_no_gathered_policy_under_sharding(configure):
     sharded = plan(configure("separate_models", use_vllm=True, vllm_mode="server"), num_shards=8, is_half=True)
+    assert sharded.components["gathered for a layer"] > 0
+    assert "gathered for a layer" in sharded.phases["sampling"]
     assert "gathered for sampling" not in sharded.components
     assert "gathered for sampling" in plan(configure("separate_models"), num_shards=8, is_half=True).components
 
