@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.boundary import EXIT_INTERRUPTED
 from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
@@ -350,4 +351,7 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
 
 
 if __name__ == "__main__":
-    sys.exit(run_processes(sys.argv[1:]))
+    try:
+        sys.exit(run_processes(sys.argv[1:]))
+    except KeyboardInterrupt:  # While torch is imported; later, torch raises ``SignalException``.
+        sys.exit(EXIT_INTERRUPTED)
