@@ -16,6 +16,7 @@ from recipes_lib import processes
 from recipes_lib.errors import (
     EXIT_BUG,
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_USER,
     ConfigError,
@@ -30,9 +31,6 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
-
-EXIT_INTERRUPTED = 130
-"""What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 
 _EXPECTED_WARNINGS: Final = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
@@ -111,7 +109,7 @@ def run_command(command: Callable[[], int | None]) -> int:
         command: Function without arguments that returns an exit code; ``None`` means ``EXIT_DONE``.
 
     Returns:
-        One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
+        One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`.
     """
     ignore_closed_output()
     processes.limit_threads()

@@ -19,6 +19,8 @@ EXIT_USER = 2
 EXIT_DIVERGED = 3
 EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 STATUSES: Final = {
     EXIT_USER: "refused",
     EXIT_DIVERGED: "diverged",

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.boundary import EXIT_INTERRUPTED
 from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
     EXIT_DIVERGED,
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_STALLED,
     EXIT_USER,
