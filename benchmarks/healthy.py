@@ -97,6 +97,10 @@ HEALTHY: Final[Mapping[str, Sequence[Panel]]] = {
             "objective/kl_seq", "", [Note(0.0, "0 at the start", 14, -8), Note(0.9, "stays below a few nats", 0, -40)]
         ),
     ),
+    "grpo": (
+        Panel("objective/score", "eval_reward", [Note(0.75, "noisy, and rises", 0, -60)]),
+        Panel("frac_reward_zero_std", "", [Note(0.8, "groups without a signal:\nwell below 1", 0, 40)]),
+    ),
     "distill": (
         Panel("distillation/divergence", "", [Note(0.3, "distance to the teacher falls", 14, 30)]),
         Panel("distillation/agreement", "", [Note(0.7, "tokens where both\nprefer the same", 10, -44)]),

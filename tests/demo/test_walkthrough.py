@@ -172,6 +172,7 @@ def test_output_shows_results_of_stages(tmp_path, console):
     ]
     keys = ("eval_reward", "eval_reward/exact_match", "eval_reward/reward_model", "objective/kl_seq")
     write_run(tmp_path / "ppo", [(0.65, 0.66, -0.25, 0.0), (0.77, 0.74, 0.13, 1.75)], answered, keys)
+    write_run(tmp_path / "grpo", [(0.51,), (0.63,)], answered, keys[:1])
     for name, before, after in (("labels", 3.6, 2.4), ("distill", 3.6, 2.35)):
         write_run(tmp_path / name, [(before,), (after,)], keys=("eval_bits_per_byte",))
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": ["accuracy is low"]}')
@@ -183,9 +184,17 @@ def test_output_shows_results_of_stages(tmp_path, console):
     run.show_places(tmp_path, ["sft", "comparison"], console)
     output = console.file.getvalue()
     assert "comparison/report.html" not in output
-    words = "babble python (nothing) 7.50 4.25 10% 50% Brief. 61% 53% 82% 0.31 56% 91% -0.25 74% 1.75 2.150 2.400 2.350"
+    words = "babble python (nothing) 7.50 4.25 10% 50% Brief. 61% 53% 82% 0.31 56% 91% -0.25 74% 1.75 51% 63%"
     excerpts = ("an [answer]", "truth 1", "accuracy is low", "maybe  (reward -0.50)", "sure  (reward 0.50)")
-    for text in (*words.split(), *excerpts, "gains 0.050 bits, 20% of the way", "report.html"):
+    for text in (
+        *words.split(),
+        "2.150",
+        "2.400",
+        "2.350",
+        *excerpts,
+        "gains 0.050 bits, 20% of the way",
+        "report.html",
+    ):
         assert text in output
     assert "middle" not in output
     assert "<|im" not in output

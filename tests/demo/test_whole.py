@@ -21,7 +21,7 @@ def test_each_stage_of_demo_learns(tmp_path):
     assert done.returncode == 0, done.stderr
     runs = {
         name: read_events(tmp_path / "a demo" / name, "eval")
-        for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "labels", "distill")
+        for name in ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "grpo", "labels", "distill")
     }
     assert runs["pretrain"][-1]["eval_loss"] < runs["pretrain"][0]["eval_loss"] - 2
     for stage in ("sft", "lora"):
@@ -32,6 +32,7 @@ def test_each_stage_of_demo_learns(tmp_path):
     assert after["eval_reward"] > before["eval_reward"] + 0.08
     assert after["eval_reward/exact_match"] > before["eval_reward/exact_match"] + 0.04
     assert after["eval_stop_rate"] > 0.95
+    assert runs["grpo"][-1]["eval_reward"] > runs["grpo"][0]["eval_reward"] + 0.04
     bits = {name: runs[name][-1]["eval_bits_per_byte"] for name in ("pretrain", "distill", "labels")}
     assert runs["distill"][0] == {**runs["labels"][0], "eval_seconds": runs["distill"][0]["eval_seconds"]}
     assert bits["pretrain"] < bits["distill"] < bits["labels"] - 0.01

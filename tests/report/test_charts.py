@@ -91,12 +91,12 @@ def test_charts_are_written_as_png_and_themed_svg(
 def test_ppo_charts(tmp_path: Path) -> None:
     figures = {
         **{f"objective/{name}": 0.5 for name in ("score", "kl_seq", "finish_rate", "length")},
-        **{"policy/entropy": 2.0, "policy/clipfrac": 0.1, "value/explained_var": 0.3},
+        **{"policy/entropy": 2.0, "policy/clipfrac": 0.1, "value/explained_var": 0.3, "frac_reward_zero_std": 0.2},
     }
     train = [{"step": n, "loss": -0.01, **figures} for n in (4, 8)]
     charts = draw_charts(build_run(train, [{"step": 0, "eval_reward": 0.2}]), tmp_path)
     leading = ["score", "kl", "entropy", "clip_fraction", "finish_rate", "length"]
-    assert [chart.name for chart in charts] == [*leading, "explained_variance", "loss"]
+    assert [chart.name for chart in charts] == [*leading, "flat_groups", "explained_variance", "loss"]
     assert "samples" in charts[0].alt
 
 

@@ -14,6 +14,8 @@ from trl.trainer.utils import nanstd
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.report.charts import draw_charts
+from recipes_lib.report.run_files import read_run
 from recipes_lib.rl.advantages import compute_group_advantages, find_flat_groups
 from recipes_lib.rl.methods import Estimate, GroupMethod
 from recipes_lib.rl.rollout_schedule import choose_prompts
@@ -155,6 +157,10 @@ def test_dynamic_sampling_replaces_flat_groups_by_other_prompts(policy_dir, prom
         assert event["frac_reward_zero_std"] == 0
         assert event["rollout/num_groups_left_out"] > 0
         assert 1 < event["rollout/num_gen_batches"] < 20
+        assert event["clip_ratio/region_mean"] == pytest.approx(
+            event["policy/clipfrac_low"] + event["policy/clipfrac_high"], abs=1e-9
+        )
+    assert {"clip_fraction", "flat_groups"} <= {chart.name for chart in draw_charts(read_run(tmp_path), tmp_path / "x")}
     left_out = sum(event["rollout/num_groups_left_out"] for event in events)
     assert len(SAMPLED) == 4 * (left_out + 2 * 16)
     # Each prompt once, in the order of the run.

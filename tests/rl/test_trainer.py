@@ -17,6 +17,9 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError, PreemptedError
 from recipes_lib.inspection.recipe_checks import PPOInspection
 from recipes_lib.models import generation as sampling
+from recipes_lib.report.charts import draw_charts
+from recipes_lib.report.page import build_report
+from recipes_lib.report.run_files import read_run
 from recipes_lib.rl import collect, update
 from recipes_lib.rl import monitor as samples_module
 from recipes_lib.rl import trainer as trainer_module
@@ -293,20 +296,23 @@ def test_entropy_is_computed_only_when_logged(policy_dir, prompts_file, tmp_path
     assert [(event["step"], "policy/entropy" in event) for event in read_events(tmp_path)] == [(4, True), (12, True)]
 
 
-def test_logged_metrics_are_complete_and_consistent(straight):
+def test_logged_metrics_are_complete_consistent_and_drawn(straight, tmp_path):
     train, evaluations = read_events(straight), read_events(straight, "eval")
     assert [event["step"] for event in train] == [4, 8, 12]
     assert [event["num_answers"] for event in train] == [16, 32, 48]
     assert [event["step"] for event in evaluations] == [0, 8, 12]
     expected = {
         **{"objective": "score score_std reward_total kl_seq kl_token kl_coef finish_rate length unique_4_grams"},
-        **{"policy": "loss approx_kl clipfrac_low clipfrac_high ratio_max entropy grad_norm lr num_updates"},
+        **{"policy": "loss approx_kl clipfrac clipfrac_low clipfrac_high ratio_max entropy grad_norm lr num_updates"},
         **{"value": "loss clipfrac explained_var mean return_mean grad_norm lr"},
         **{"rollout": "tokens_per_s pad_fraction engine_mismatch_kl is_weight_mean is_weight_max"},
         **{"time": "generate score old_ref_value update_policy update_critic"},
     }
     names = {f"{group}/{name}" for group, names in expected.items() for name in names.split()}
     assert names <= train[0].keys()
+    charts = {chart.name for chart in draw_charts(read_run(straight), tmp_path)}
+    assert charts >= {"score", "kl", "entropy", "clip_fraction", "finish_rate", "length", "explained_variance"}
+    assert "Clip fraction" in build_report(straight).read_text(encoding="utf-8")
     first = train[0]
     assert first["objective/kl_seq"] == pytest.approx(0, abs=1e-6)
     assert first["objective/score"] == pytest.approx(

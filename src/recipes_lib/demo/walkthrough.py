@@ -42,7 +42,7 @@ MAX_POSITIONS = 512
 MAX_CHATS = 3000
 """Chats for LoRA, reward model and PPO: about as many as these stages read in their few steps."""
 SEED = 0
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS), "grpo": 2}
 """Stage -> number of its samples to print."""
 SHOWN_CHARACTERS = 100
 MAX_ANSWERED = 250
@@ -60,6 +60,7 @@ FIGURES = (
     ("ppo", "their reward: exact match and reward model", "eval_reward", ".2f"),
     ("ppo", "their reward by the reward model alone", "eval_reward/reward_model", ".2f"),
     ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
+    ("grpo", "exact match of answers sampled at temperature 1.5", "eval_reward", ".0%"),
 )
 """Stage, label, name of the metric in ``metrics.jsonl``, number format."""
 BITS = "eval_bits_per_byte"

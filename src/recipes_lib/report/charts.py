@@ -226,15 +226,16 @@ def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[
     reward = [train("objective/score", "training"), held_out("reward", "samples")]
     finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
     length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
-    clipped, explained = [train("policy/clipfrac")], [train("value/explained_var")]
+    clipped, explained, flat = map(train, ("policy/clipfrac", "value/explained_var", "frac_reward_zero_std"))
     return [
         Plan("score", "Reward", reward, "of an answer", is_wide=True),
         Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
         Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
-        Plan("clip_fraction", "Clip fraction", clipped, "share of tokens", from_zero=True, healthy=(0.01, 0.2)),
+        Plan("clip_fraction", "Clip fraction", [clipped], "share of tokens", from_zero=True, healthy=(0.01, 0.2)),
         Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
-        Plan("explained_variance", "Explained variance", explained, "of returns, by the critic", healthy=(0, 0.8)),
+        Plan("flat_groups", "Groups of equal rewards", [flat], "share of groups, without gradient", from_zero=True),
+        Plan("explained_variance", "Explained variance", [explained], "of returns, by the critic", healthy=(0, 0.8)),
     ]
 
 

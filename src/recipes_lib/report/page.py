@@ -60,6 +60,7 @@ _RL_METRICS = {
     "objective/kl_seq": ("KL, nats per answer", "{:.3g}"),
     "policy/entropy": ("Entropy, nats per token", "{:.3g}"),
     "policy/clipfrac": ("Clip fraction", "{:.1%}"),
+    "frac_reward_zero_std": ("Groups of equal rewards", "{:.0%}"),
     "objective/finish_rate": ("Finish rate", "{:.0%}"),
     "objective/length": ("Tokens per answer", "{:.4g}"),
 }

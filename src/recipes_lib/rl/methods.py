@@ -140,14 +140,13 @@ class GroupMethod:
         """Return the metrics of an iteration, those that TRL logs under its names."""
         known = estimate.total[~estimate.total.isnan()]
         steps = average_steps("policy", policy)
-        low, high = steps.get("policy/clipfrac_low", 0.0), steps.get("policy/clipfrac_high", 0.0)
         return steps | {
             **({"reward": float(known.mean())} if len(known) else {}),
             **({"reward_std": float(known.std())} if len(known) > 1 else {}),
             "frac_reward_zero_std": float(find_flat_groups(estimate.rewards).float().mean()),
-            "clip_ratio/low_mean": low,
-            "clip_ratio/high_mean": high,
-            "clip_ratio/region_mean": low + high,
+            "clip_ratio/low_mean": steps.get("policy/clipfrac_low", 0.0),
+            "clip_ratio/high_mean": steps.get("policy/clipfrac_high", 0.0),
+            "clip_ratio/region_mean": steps.get("policy/clipfrac", 0.0),
             **({"entropy": steps["policy/entropy"]} if "policy/entropy" in steps else {}),
             **({"kl": steps["policy/kl_ref"]} if "policy/kl_ref" in steps else {}),
         }

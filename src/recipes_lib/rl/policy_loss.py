@@ -154,7 +154,8 @@ def compute_policy_loss(
     Returns:
         The sum of the losses divided by the normaliser, a differentiable scalar; and metrics, sums over tokens:
         ``approx_kl``, the k3 estimate of the KL divergence from the policy that sampled, never negative;
-        ``clipfrac_low`` and ``clipfrac_high``, the number of tokens at which clipping from below or above is active;
+        ``clipfrac_low`` and ``clipfrac_high``, the number of tokens at which clipping from below or above is active,
+        and ``clipfrac``, their sum;
         ``kl_ref``, the KL divergence to the reference if ``beta`` is not 0; and the maximum ``ratio_max``.
 
     Source: Schulman et al. 2017, equation 7; dual clip (``delta``): Ye et al. 2020, equation 5; TRL's
@@ -193,10 +194,12 @@ def compute_policy_loss(
         # (B, T) / (B, 1): means over answers, because their normaliser is the number of answers.
         losses = losses / lengths
     is_clipped, seen = is_clipped & mask, ratio.detach()
+    low, high = ((is_clipped & is_beyond).sum() for is_beyond in (used.detach() < 1, used.detach() > 1))
     terms = {
         "approx_kl": (seen - 1 - log_ratio.detach()).sum(),
-        "clipfrac_low": (is_clipped & (used.detach() < 1)).sum(),
-        "clipfrac_high": (is_clipped & (used.detach() > 1)).sum(),
+        "clipfrac_low": low,
+        "clipfrac_high": high,
+        "clipfrac": low + high,
         RATIO_MAX: 1 + (seen - 1).abs().max(),
     }
     if objective.beta:
