@@ -99,7 +99,7 @@ HEALTHY: Final[Mapping[str, Sequence[Panel]]] = {
     ),
     "grpo": (
         Panel("objective/score", "eval_reward", [Note(0.75, "noisy, and rises", 0, -60)]),
-        Panel("frac_reward_zero_std", "", [Note(0.8, "groups without a signal:\nwell below 1", 0, 40)]),
+        Panel("frac_reward_zero_std", "", [Note(0.35, "well below 1: half of the\ngroups have a gradient", 0, 50)]),
     ),
     "distill": (
         Panel("distillation/divergence", "", [Note(0.3, "distance to the teacher falls", 14, 30)]),
