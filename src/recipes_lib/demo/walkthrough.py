@@ -42,7 +42,7 @@ MAX_POSITIONS = 512
 MAX_CHATS = 3000
 """Chats for LoRA, reward model and PPO: about as many as these stages read in their few steps."""
 SEED = 0
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS), "grpo": 2}
+SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
 """Stage -> number of its samples to print."""
 SHOWN_CHARACTERS = 100
 MAX_ANSWERED = 250
