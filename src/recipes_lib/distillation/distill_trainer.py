@@ -42,7 +42,6 @@ from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
 
-
 ROUNDING_UNITS: Final = 4
 """Multiple of the machine epsilon, in nats per target, that the divergence of a model from itself may reach by
 rounding, as between weights of the student in float32 and of the teacher in bfloat16."""

@@ -84,7 +84,7 @@ def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, await its result if it is awaitable, and convert its result to a list of numbers.
+    """Call a function with keyword arguments, await what it returns if possible, and convert it to a list of numbers.
 
     Arrays, tensors, iterators such as generators, and numbers of their own types are converted.
     """
