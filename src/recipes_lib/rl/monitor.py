@@ -24,8 +24,8 @@ TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e
 """Rounding tolerance in nats per token between two passes of one model over the same answers, in other batches; by the
 dtype of ``get_rounding_dtype``."""
 ROOT_MEAN_SQUARE_TO_MEAN: Final = 4.0
-"""Multiple of ``TOLERANCE``, the bound of a mean, that bounds a root mean square, which few tokens dominate. It was up to
-0.055 nats in bfloat16 for random models of 16 layers with logits up to 29, twice the mean."""
+"""Multiple of ``TOLERANCE``, the bound of a mean, that bounds a root mean square, which few tokens dominate. In
+bfloat16 it was up to 0.055 nats for random models of 16 layers with logits up to 29: twice the mean."""
 _GRAM: Final = 4
 _HASH_BASE: Final = 0x5851F42D4C957F2D
 
