@@ -88,6 +88,11 @@ class Reply:
     num_tokens: int = 0
     error: str | None = None
 
+    @property
+    def shown(self) -> str:
+        """The text, or the reason of a missing one."""
+        return self.text if self.error is None else f"error: {self.error}"
+
 
 class UnansweredError(ConfigError):
     """The endpoint failed; ``replies`` are those that it gave before, for which it may charge."""

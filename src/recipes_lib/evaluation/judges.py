@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, Reply, split_reasoning
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, split_reasoning
 from recipes_lib.evaluation.intervals import compute_interval
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
@@ -202,7 +202,7 @@ class PromptedJudge:
             verdicts = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
             orders = [outcomes.get(verdict or "") for verdict, outcomes in zip(verdicts, _PLACES, strict=True)]
             tokens = (sum(reply.num_prompt_tokens for reply in pair), sum(reply.num_tokens for reply in pair))
-            judgments.append(Judgment(combine_orders(orders), orders, list(map(_describe_reply, pair)), *tokens))
+            judgments.append(Judgment(combine_orders(orders), orders, [reply.shown for reply in pair], *tokens))
         return judgments
 
     def grade(self, questions: Sequence[Question], answers: Answers, numbers: Sequence[int]) -> list[Grade]:
@@ -217,12 +217,7 @@ class PromptedJudge:
             for question, answer in zip(questions, answers, strict=True)
         ]
         return [
-            Grade(
-                parse_grade(reply.text, *prompt["scale"]),
-                _describe_reply(reply),
-                reply.num_prompt_tokens,
-                reply.num_tokens,
-            )
+            Grade(parse_grade(reply.text, *prompt["scale"]), reply.shown, reply.num_prompt_tokens, reply.num_tokens)
             for reply in self.engine.answer(chats, numbers)
         ]
 
@@ -236,10 +231,6 @@ def _build_chat(prompt: Mapping[str, Any], path: Path, question: Question, **ans
     if not prompt["system"]:
         return [user]
     return [{"role": "system", "content": render_prompt(prompt["system"], str(path), values)}, user]
-
-
-def _describe_reply(reply: Reply) -> str:
-    return reply.text if reply.error is None else f"error: {reply.error}"
 
 
 def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:

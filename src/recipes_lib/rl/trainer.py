@@ -179,7 +179,8 @@ class PolicyTrainer:
                 # A rank that received a signal during the last save must not leave the others in a collective.
                 stop_if_agreed()
             except PreemptedError as request:
-                raise self._save_stopped(request) from None
+                self._save_last()
+                raise close_preempted(request, step=self.state.step, saved_step=self._saved_step) from None
             finally:
                 self._collector.close()
                 self._saver.settle()
@@ -336,12 +337,11 @@ class PolicyTrainer:
         self._collector.settle()
         prompts, step = self._sample_prompts, self.state.step
         # Collective only if sharded: ranks that left by a stop request stop together with those that finished.
-        with agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
+        with self._saving_on_failure(), agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
             # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
             if prompts and (self._rank == 0 or self._models.is_sharded):
                 # The same random numbers in each evaluation, so that only the policy changes.
-                with self._saving_on_failure():
-                    answers, texts = self._collector.answer(prompts, range(len(prompts)))
+                answers, texts = self._collector.answer(prompts, range(len(prompts)))
                 samples, figures = describe_samples(answers, texts, self._tokenizer, self._rewards.names)
                 for sample in samples:
                     self._log.samples.write({"step": step, **sample})
@@ -382,8 +382,3 @@ class PolicyTrainer:
         """Wait on all ranks until the last checkpoint is complete: launchers end all ranks when the first one exits."""
         self._saver.finish()
         PartialState().wait_for_everyone()
-
-    def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration, and return the error; every process must call."""
-        self._save_last()
-        return close_preempted(request, step=self.state.step, saved_step=self._saved_step)
