@@ -195,7 +195,7 @@ def test_redirect_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ChatEndpoint(echo)
     for status in (302, 307):
         server = ChatEndpoint(lambda body, status=status: (status, {"Location": f"{other.url}/chat/completions"}, ""))
-        with pytest.raises(ConfigError, match=f"returned {status}"):
+        with pytest.raises(ConfigError, match=f"returned {status} a redirect to {other.url}"):
             answer_all(server)
     assert not other.asked
 

@@ -61,6 +61,8 @@ class ServedModel:
         if self.num_busy:
             self.num_busy -= 1
             return 429, {"Retry-After": "17"}, ""
+        if self.broken == "lost":
+            raise ConnectionError
         if self.broken in BROKEN:
             status, text = BROKEN[self.broken]
             return status, kind, text
@@ -153,6 +155,7 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
         ("nan", "its logits are not finite"),
         ("no echo", r"log-probabilities of \[1\] tokens instead of \[\d+\].*of the prompt \(echo\)"),
         ("gone", "gave no usable answer.*run the same command to resume"),
+        ("lost", "gave no usable answer: ServerDisconnectedError.*run the same command to resume"),
     ],
 )
 def test_endpoint_failure_is_one_error(

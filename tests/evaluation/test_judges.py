@@ -82,6 +82,8 @@ def test_refused_judge_request_is_unparsable_with_reason() -> None:
     found = compare(lambda body: (400, {}, "filtered") if split(body)[0] == "a" else "[[A]]", ("a", "b"))
     assert found[0].winner is None
     assert found[0].details == ["error: 400 filtered", "[[A]]"]
+    judge = PromptedJudge(Endpoint(ChatEndpoint(lambda body: (400, {}, "filtered")).url, "judge"))
+    assert judge.grade([QUESTION], [["a"]], [0])[0][:2] == (None, "error: 400 filtered")
 
 
 @pytest.mark.parametrize(

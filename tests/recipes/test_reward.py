@@ -76,6 +76,9 @@ def test_scores_match_plain_transformers(folder):
         for answer in ("It is 4.", "Who knows, perhaps it is 2 or more.")
     ]
     rows = encode_answers(reward_model.tokenizer, chats)
+    # As docs/reward.md says: the line feed after the end token is removed.
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n") for chat in chats]
+    assert tokenizer(texts, add_special_tokens=False)["input_ids"] == rows
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     with torch.no_grad():
         raw = plain(**batch).logits[:, 0]

@@ -57,6 +57,11 @@ def test_describe_result(tmp_path: Path) -> None:
     ppo = [{"kind": "train", "step": 4, "loss": -0.1, "objective/score": 0.25}]
     write_run(tmp_path / "ppo", [*ppo, {"kind": "eval", "step": 4, "eval_reward": 0.5, "eval_loss": 9}], stage="ppo")
     assert describe_result(read_run(tmp_path / "ppo")) == "eval_reward 0.5, 4 steps"
+    # Texts in one step, and answers in another: their losses differ whatever the student learns.
+    distill = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 0.4, "on_policy/divergence": 0.2}]
+    distill += [{"step": step, "loss": 0.2, "on_policy/divergence": 0.1} for step in (4, 5, 6)]
+    write_run(tmp_path / "distill", [{"kind": "train", **event} for event in distill], stage="distill")
+    assert describe_result(read_run(tmp_path / "distill")) == "on_policy/divergence 0.2 -> 0.1, 6 steps"
     write_run(tmp_path / "none", [])
     assert describe_result(read_run(tmp_path / "none")) == ""
 

@@ -326,8 +326,15 @@ def test_extent_of_a_run(event: dict[str, Any], model: str | None, extent: str) 
     assert _describe_extent(run) == extent
 
 
-@pytest.mark.parametrize(("metric", "labels"), [("learning_rate", ["Training loss"]), ("objective/score", [])])
-def test_figures_are_metrics_and_no_surrogate_loss(metric: str, labels: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("metric", "labels"),
+    [
+        ("learning_rate", ["Training loss"]),
+        ("objective/score", []),
+        ("on_policy/divergence", ["Divergence on its answers"]),
+    ],
+)
+def test_figures_are_metrics_and_no_surrogate_or_mixed_loss(metric: str, labels: list[str]) -> None:
     run = build_run(train=[{"step": 1, "loss": 1.0, metric: 1.0}])
     assert [figure.label for figure in _choose_figures(run)] == ["Held-out loss", "Samples that stop", *labels]
 

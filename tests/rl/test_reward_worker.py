@@ -130,6 +130,20 @@ def test_async_function_is_awaited_in_process_and_worker():
     assert IsolatedFunction(f"{FAULTY}:score_async", 60)(completions=["a", "ab"]) == [1, 2]
 
 
+class Length:
+    """A result with ``__await__`` that is no coroutine, as of some clients."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __await__(self):
+        return asyncio.sleep(0, [len(text) for text in self.texts]).__await__()
+
+
+def test_awaitable_results_need_not_be_coroutines():
+    assert call(lambda completions: Length(completions), {"completions": ["a", "ab"]}) == [1, 2]
+
+
 def test_calls_of_an_async_function_share_an_event_loop():
     """Connections that a client keeps for the next call would belong to a closed loop."""
     loops = []

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BloomConfig, LlamaConfig, LlamaForSequen
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
 from recipes_lib.rl.rewards import (
     MAX_MODEL_SCORE,
@@ -91,6 +91,14 @@ def test_invalid_result_error_names_function_and_value(function, words):
     with pytest.raises(ConfigError, match=words) as caught:
         Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
     assert "mine" in str(caught.value)
+
+
+def test_error_of_a_judge_is_reported_as_it_is():
+    def judge(**_):
+        raise ConfigError(Problem("base_url", "had no answer", "start it"))
+
+    with pytest.raises(ConfigError, match=r"^base_url: had no answer\s+start it$"):
+        Rewards({"mine": judge}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
 
 
 @pytest.mark.parametrize(

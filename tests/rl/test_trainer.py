@@ -14,7 +14,7 @@ from tests.rl import keys_task
 from tests.rows import read_events, read_rows
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.errors import DivergedError, PreemptedError
+from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.inspection.recipe_checks import PPOInspection
 from recipes_lib.models import generation as sampling
 from recipes_lib.report.charts import draw_charts
@@ -208,6 +208,26 @@ def test_stop_request_before_first_update_saves_nothing(policy_dir, prompts_file
     with pytest.raises(PreemptedError, match="stopped after step 0; there was nothing to save yet"):
         keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
     assert list_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", [4, 5], ids=["evaluation", "training"])
+def test_failed_reward_costs_no_finished_iteration(straight, policy_dir, prompts_file, tmp_path, monkeypatch, call):
+    flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT | {"save_steps": 12})
+    calls, score = [], Rewards.score
+
+    def fail(self, *given):
+        calls.append(given)
+        if len(calls) == call:
+            raise ConfigError(Problem("reward_funcs", "its server is down", "start it"))
+        return score(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rewards, "score", fail)
+        with pytest.raises(ConfigError, match="its server is down"):
+            keys_task.train(flags)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [8]
+    keys_task.train(flags)
+    assert_same_run(straight, tmp_path)
 
 
 def test_critic_warmup_leaves_policy_unchanged(policy_dir, prompts_file, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -41,6 +41,10 @@ from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
+
+ROUNDING_UNITS: Final = 4
+"""Multiple of the machine epsilon, in nats per target, that the divergence of a model from itself may reach by
+rounding, as between weights of the student in float32 and of the teacher in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +256,7 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "l
     divergence, nll, teacher_nll = (
         float(figure) / num_targets for figure in (sums.divergence_sum, sums.nll_sum, sums.teacher_nll_sum)
     )
-    allowed = 4 * torch.finfo(dtype).eps
+    allowed = ROUNDING_UNITS * torch.finfo(dtype).eps
     # Negated, so that NaN fails too.
     if is_own_teacher and not abs(divergence) <= allowed:
         raise DivergedError(

@@ -88,6 +88,11 @@ class Reply:
     num_tokens: int = 0
     error: str | None = None
 
+    @property
+    def shown(self) -> str:
+        """The text, or the reason of a missing one."""
+        return self.text if self.error is None else f"error: {self.error}"
+
 
 class UnansweredError(ConfigError):
     """The endpoint failed; ``replies`` are those that it gave before, for which it may charge."""
@@ -293,7 +298,10 @@ class _Connection:
                 body_start = b""  # An error page may have megabytes.
                 with suppress(*_FAILURES):  # The status code is enough if the body cannot be read.
                     body_start = self._read_body(error, 2000)
-                reason = f"{error.code} {explain(body_start.decode(errors='replace') or str(error.reason), self._key)}"
+                said = body_start.decode(errors="replace") or str(error.reason)
+                if place := error.headers.get("Location"):
+                    said = f"a redirect to {place}"
+                reason = f"{error.code} {explain(said, self._key)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
                 if not _is_temporary(error.code):

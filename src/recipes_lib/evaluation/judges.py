@@ -48,7 +48,7 @@ class Judgment(NamedTuple):
         winner: The better answer; ``tie`` also if the orders contradict each other; ``None`` without a verdict in one.
         orders: The winner with the base's answer first, and with the other's first; one entry for a reward model,
             which scores each answer separately.
-        details: The judge's texts, or the two rewards.
+        details: The judge's texts or the reasons of missing ones, or the two rewards.
         num_prompt_tokens: Tokens of the judge's prompts.
         num_tokens: Tokens of the judge's texts.
     """
@@ -72,7 +72,7 @@ class Grade(NamedTuple):
 
     Attributes:
         value: The grade, or a reward; ``None`` without one.
-        text: The judge's text; empty for a reward model.
+        text: The judge's text, or the reason of a missing one; empty for a reward model.
         num_prompt_tokens: Tokens of the judge's prompt.
         num_tokens: Tokens of the judge's text.
     """
@@ -202,8 +202,7 @@ class PromptedJudge:
             verdicts = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
             orders = [outcomes.get(verdict or "") for verdict, outcomes in zip(verdicts, _PLACES, strict=True)]
             tokens = (sum(reply.num_prompt_tokens for reply in pair), sum(reply.num_tokens for reply in pair))
-            details = [reply.text if reply.error is None else f"error: {reply.error}" for reply in pair]
-            judgments.append(Judgment(combine_orders(orders), orders, details, *tokens))
+            judgments.append(Judgment(combine_orders(orders), orders, [reply.shown for reply in pair], *tokens))
         return judgments
 
     def grade(self, questions: Sequence[Question], answers: Answers, numbers: Sequence[int]) -> list[Grade]:
@@ -218,7 +217,7 @@ class PromptedJudge:
             for question, answer in zip(questions, answers, strict=True)
         ]
         return [
-            Grade(parse_grade(reply.text, *prompt["scale"]), reply.text, reply.num_prompt_tokens, reply.num_tokens)
+            Grade(parse_grade(reply.text, *prompt["scale"]), reply.shown, reply.num_prompt_tokens, reply.num_tokens)
             for reply in self.engine.answer(chats, numbers)
         ]
 

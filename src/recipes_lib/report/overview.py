@@ -24,10 +24,12 @@ PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
 """Files that identify a folder as an output directory."""
 _FIGURES: Final = (
-    *("eval_reward", "objective/score", "eval_rewards/accuracies", "eval_bits_per_byte", "eval_loss", "loss"),
+    *("eval_reward", "objective/score", "eval_rewards/accuracies", "eval_bits_per_byte", "eval_loss"),
+    *("on_policy/divergence", "loss"),
 )
-"""Result metrics in order of preference: a surrogate loss of RL has no meaning, and pairs have accuracies."""
-_CURVES: Final = ("objective/score", "loss")
+"""Result metrics in order of preference: a surrogate loss of RL has no meaning, pairs have accuracies, and the loss of
+on-policy distillation is that of texts in one step and of answers in another."""
+_CURVES: Final = ("objective/score", "on_policy/divergence", "loss")
 _MAX_DEPTH: Final = 4
 _SPARK: Final = (120, 28)
 _MAX_SPARK_POINTS: Final = 60

@@ -144,8 +144,10 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     own = {name for record in run.held_out for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
     labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
     yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
-    # The clipped surrogate loss of RL is about 0 whatever the policy learns.
-    if not read_curve(run.train, "objective/score"):
+    yield from _compare_ends(run.train, {"on_policy/divergence": ("Divergence on its answers", "{:.4g}")})
+    # The clipped surrogate loss of RL is about 0 whatever the policy learns; that of on-policy distillation is of texts
+    # in one step and of answers in another.
+    if not any(read_curve(run.train, name) for name in ("objective/score", "on_policy/divergence")):
         yield from _compare_ends(run.train, {"loss": ("Training loss", "{:.4g}")})
     if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")

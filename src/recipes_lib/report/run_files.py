@@ -228,11 +228,11 @@ def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 def find_end(records: Sequence[Record], name: str) -> float | None:
     """Return the last value of a metric, which may be NaN or infinite; ``None`` if it was never recorded.
 
-    Of the training loss, which is noisy, it is the last running median, unless the run has diverged.
+    Of a training loss, which is noisy, it is the last running median, unless the run has diverged.
     """
     last = deque(_iterate_numbers(records, name), maxlen=1)
     end = last[0][1] if last else None
-    is_noisy = name == "loss" and end is not None and abs(end) < MAX_FINITE
+    is_noisy = name in ("loss", "on_policy/divergence") and end is not None and abs(end) < MAX_FINITE
     return smooth(read_curve(records, name))[-1][1] if is_noisy else end
 
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
@@ -84,18 +84,23 @@ def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, await it if it is ``async``, and convert its result to a list of numbers.
+    """Call a function with keyword arguments, await what it returns if possible, and convert it to a list of numbers.
 
     Arrays, tensors, iterators such as generators, and numbers of their own types are converted.
     """
     result = function(**given)
-    if inspect.iscoroutine(result):
-        result = _RUNNER.run(result)
+    if inspect.isawaitable(result):
+        result = _RUNNER.run(_wait_for(result))
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple | Iterator):
         return result
     return [one.item() if hasattr(one, "item") else float(one) if isinstance(one, Decimal) else one for one in result]
+
+
+async def _wait_for(result: Awaitable[Any]) -> Any:
+    """Await any awaitable: a runner takes coroutines only."""
+    return await result
 
 
 def describe_error(function: Callable[..., Any], error: BaseException) -> str:

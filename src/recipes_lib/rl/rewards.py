@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError, DivergedError, Problem
+from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, describe_error, find_function
@@ -233,6 +233,8 @@ def _call(
     try:
         with _restored_defaults():
             scores = call(function, given)
+    except UserError:  # Of a judge, which names its endpoint.
+        raise
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {describe_error(function, error)}"
         remedy = f"{_explain_call(given)}. With `reward_timeout`, single answers on which it fails have no reward"

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
-from recipes_lib.errors import PreemptedError
+from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.engine import EngineGuard
@@ -179,7 +179,8 @@ class PolicyTrainer:
                 # A rank that received a signal during the last save must not leave the others in a collective.
                 stop_if_agreed()
             except PreemptedError as request:
-                raise self._save_stopped(request) from None
+                self._save_last()
+                raise close_preempted(request, step=self.state.step, saved_step=self._saved_step) from None
             finally:
                 self._collector.close()
                 self._saver.settle()
@@ -313,7 +314,7 @@ class PolicyTrainer:
         is_last = self.state.iteration + 1 == self.schedule.num_iterations
         following = None if is_last else self._choose_prompts(first + count, count)
         # A rank that leaves by a stop request waits at the end for the others, until they have their answers.
-        with agreeing_on_stop():
+        with self._saving_on_failure(), agreeing_on_stop():
             own, seconds = self._collector.collect(prompts, numbers, following=following)
         rollout = share(own, count)
         # Here, because dynamic sampling may drop non-finite answers later.
@@ -336,7 +337,7 @@ class PolicyTrainer:
         self._collector.settle()
         prompts, step = self._sample_prompts, self.state.step
         # Collective only if sharded: ranks that left by a stop request stop together with those that finished.
-        with agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
+        with self._saving_on_failure(), agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
             # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
             if prompts and (self._rank == 0 or self._models.is_sharded):
                 # The same random numbers in each evaluation, so that only the policy changes.
@@ -346,6 +347,17 @@ class PolicyTrainer:
                     self._log.samples.write({"step": step, **sample})
                 self._log.write("eval", self.state, figures)
             self.state.evaluated_step = step
+
+    @contextmanager
+    def _saving_on_failure(self) -> Iterator[None]:
+        """Save the last finished iteration if a reward or an engine fails, as when its server is down."""
+        try:
+            yield
+        except ConfigError:
+            # A save is collective, and other processes have not failed.
+            if self._world_size == 1:
+                self._save_last()
+            raise
 
     def _save(self) -> None:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
@@ -360,14 +372,13 @@ class PolicyTrainer:
             model_bytes=count_bytes(self._learners["policy"].parameters),
         )
 
+    def _save_last(self) -> None:
+        """Save the last finished iteration if it is not saved yet; every process must call."""
+        if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
+            self._save()
+        self._finish_saving()
+
     def _finish_saving(self) -> None:
         """Wait on all ranks until the last checkpoint is complete: launchers end all ranks when the first one exits."""
         self._saver.finish()
         PartialState().wait_for_everyone()
-
-    def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration if it is not saved yet, and return the error; every process must call."""
-        if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
-            self._save()
-        self._finish_saving()
-        return close_preempted(request, step=self.state.step, saved_step=self._saved_step)
