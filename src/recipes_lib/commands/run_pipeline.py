@@ -26,7 +26,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, sugge
 from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
-from recipes_lib.quantities import format_duration
+from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_DONE
     if options.check:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
-        count = len(pipeline.stages)
-        sys.stdout.write(f"{count} stage{'s' * (count != 1)}, ready to run\n")
+        sys.stdout.write(f"{pluralize(len(pipeline.stages), 'stage')}, ready to run\n")
         return EXIT_DONE
     if options.executor != "local":
         check_stages(options.pipeline, pipeline, [])
