@@ -153,21 +153,22 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; if the block succeeds, the file is flushed and renamed to ``path``.
 
-    Concurrent writers of the same ``path`` use different temporary files; the last rename wins.
+    The next writer overwrites the temporary file of one that was killed.
+
+    Args:
+        path: The file.
+        is_shared: Whether several processes may write ``path`` at the same time: each has a temporary file of its own,
+            which the caller deletes after a kill; the last rename wins.
 
     Raises:
         OSError: The file cannot be written; an existing ``path`` is unchanged.
     """
     # Random, not the process id: those of containers on a shared file system are often equal.
-    with _replaced(path, path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")) as unfinished:
-        yield unfinished
-
-
-@contextmanager
-def _replaced(path: Path, unfinished: Path) -> Iterator[Path]:
+    own = f".{secrets.token_hex(4)}" if is_shared else ""
+    unfinished = path.with_name(f"{path.name}{own}.partial")
     try:
         yield unfinished
         inherit_read_permission(unfinished)
@@ -252,10 +253,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: The file cannot be written; ``filename`` is ``path``, and the old file is unchanged.
     """
-    # A fixed temporary name, unlike in ``atomic_file``: these files have one writer, and a file that a killed process
-    # left is overwritten by the next one instead of accumulating.
     try:
-        with _replaced(path, path.with_name(f"{path.name}.partial")) as unfinished:
+        with atomic_file(path) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         # The error of a failed write has no file name, and that of a failed rename names the temporary file.

@@ -278,7 +278,7 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
 
     # `large_string` has 64-bit offsets: the texts of a batch can exceed the 2 GiB that `string` can address.
     schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
-    with atomic_file(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+    with atomic_file(path, is_shared=True) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
 

@@ -106,7 +106,7 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         OSError: The file cannot be written.
     """
     try:
-        with atomic_file(path) as partial, partial.open("wb") as file:
+        with atomic_file(path, is_shared=True) as partial, partial.open("wb") as file:
             np.save(file, array)
     except OSError as error:
         if error.errno is not None:

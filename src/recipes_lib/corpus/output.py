@@ -253,7 +253,7 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_file(path, is_shared=True) as partial, partial.open("w", encoding="utf-8") as file:
         for document in documents:
             metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
             chat = document.metadata.get(CHAT)
