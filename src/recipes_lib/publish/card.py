@@ -261,9 +261,9 @@ def describe_data(record: Record) -> Iterator[Row]:
         held_out = {"num_prompts": data.get("num_eval_prompts")}
         splits = [("train", data, data.get("fingerprint")), ("eval", held_out, None)]
     if isinstance(data.get("sources"), list):  # Pretraining records the counts of each source.
-        held_out = [part for part in (data.get("held_out"), *(data.get("eval_datasets") or {}).values()) if part]
+        held_out_sets = [part for part in (data.get("held_out"), *(data.get("eval_datasets") or {}).values()) if part]
         sides = [(side, side, part) for side in ("train", "eval") for part in data["sources"]]
-        sides += [("eval", "train", part) for part in held_out]
+        sides += [("eval", "train", part) for part in held_out_sets]
         splits = [(f"{split} {part['name']}", part.get(side), part.get("fingerprint")) for split, side, part in sides]
     for split, counts, fingerprint in splits:
         found = counts if isinstance(counts, Mapping) else {}
