@@ -147,9 +147,11 @@ def test_config_of_other_type_is_rejected() -> None:
     assert (problem.where, problem.found) == ("config", "is of type list")
 
 
-def test_first_training_prints_no_warning_of_another_library(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_first_check_and_training_print_no_warning_of_another_library(keys: dict[str, Any], tmp_path: Path) -> None:
     values = {**keys, "output_dir": str(tmp_path / "run"), "max_steps": 1}
-    printed = run_python(f"from recipes_lib import train; train('sft', {values!r})")
+    printed = run_python(
+        f"from recipes_lib import check, train; assert not check('sft', {values!r}); train('sft', {values!r})"
+    )
     assert printed.startswith("done: "), printed
 
 

@@ -37,15 +37,23 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 INTERRUPTED = """import sys
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "recipes_lib.processes":
+        if name == "recipes_lib.{}":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupt())
-from recipes_lib.cli import main"""
+"""
 
 
-def test_interrupt_during_imports_has_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "")
+@pytest.mark.parametrize(
+    ("module", "command", "printed"),
+    [
+        ("processes", "from recipes_lib.cli import main", ""),
+        ("config.loader", "from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', [])", "interrupted\n"),
+    ],
+)
+def test_interrupt_during_imports_has_no_traceback(module: str, command: str, printed: str) -> None:
+    code = INTERRUPTED.format(module) + command
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, printed)
 
 
 def test_deleted_working_directory_is_an_error(

@@ -190,6 +190,7 @@ def test_is_inside_rejects_paths_outside_folder(name, inside) -> None:
 def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
+    (tmp_path / "a.partial").write_text("of a killed process")
     with atomic_file(path) as first, atomic_file(tmp_path / "b") as second:
         first.write_text("new")
         second.write_text("other")
@@ -206,6 +207,10 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     # A new inode: a reader that has the old file open reads it to its end.
     assert path.stat().st_ino != inode
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
+    with atomic_file(path, is_shared=True) as one, atomic_file(path, is_shared=True) as another:
+        one.write_text("one")
+        another.write_text("another")
+    assert path.read_text() == "one"
     tmp_path.chmod(0o755)
     with atomic_file(path) as partial:
         partial.touch(0o600)  # As safetensors 0.8 creates it.

@@ -49,15 +49,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     # Packages; data and models do not import each other.
     "data": {"config", "environment", "errors", "files", "shipped"},
     "models": {"config", "environment", "errors", "files", "losses", "shipped"},
-    "planning": {"config", "errors", "losses", "models"},
+    "planning": {"config", "errors", "losses", "models", "quantities"},
     "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
-    "corpus": {"config", "data", "errors", "files", "processes", "report"},
+    "corpus": {"config", "data", "errors", "files", "processes", "quantities", "report"},
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files", "quantities"},
-    "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
+    "publish": {"config", "errors", "models", "files", "planning", "processes", "quantities", "report", "training"},
     "demo": {"errors", "files", "models", "pipelines", "report", "shipped"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
     # Commands may import every package.

@@ -1,10 +1,10 @@
-"""Formats of counts (three digits) and durations (the two largest units)."""
+"""Formats of counts (three digits), sizes and durations (the two largest units)."""
 
 from __future__ import annotations
 
 import pytest
 
-from recipes_lib.quantities import format_count, format_duration
+from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,22 @@ from recipes_lib.quantities import format_count, format_duration
 )
 def test_format_count(number: float, expected: str) -> None:
     assert format_count(number) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "0 B"), (842, "842 B"), (12345, "12.3 kB"), (10.6e6, "10.6 MB"), (4.56e9, "4.56 GB"), (2e12, "2 TB")],
+)
+def test_format_bytes(number: float, expected: str) -> None:
+    assert format_bytes(number) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "expected"),
+    [(1, "process", "1 process"), (0, "process", "0 processes"), (1, "step", "1 step"), (1200, "step", "1,200 steps")],
+)
+def test_pluralize(count: int, noun: str, expected: str) -> None:
+    assert pluralize(count, noun) == expected
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,9 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
 
     Source: ``tests/test_api.py``.
     """
-    hide_expected_warnings()  # Before imports that warn.
+    loaded = _load(recipe, config, overrides)
     from recipes_lib.training.run import release_output_dirs
 
-    loaded = _load(recipe, config, overrides)
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
     try:
@@ -77,15 +76,15 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
         config: As for ``train``.
         overrides: As for ``train``.
     """
+    try:
+        loaded = _load(recipe, config, overrides)
+    except ConfigError as error:
+        return list(error.problems)
     from rich.console import Console
 
     from recipes_lib.commands.check import check as check_run
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
-    try:
-        loaded = _load(recipe, config, overrides)
-    except ConfigError as error:
-        return list(error.problems)
     with _preserving_state():
         return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
 
@@ -105,6 +104,7 @@ def load_run(folder: str | Path) -> RunFiles:
 
 
 def _load(recipe: str, config: Config, overrides: Mapping[str, Any]) -> RecipeConfig:
+    hide_expected_warnings()  # Before imports that warn.
     if recipe not in RECIPE_NAMES:
         raise ConfigError(
             Problem("recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(RECIPE_NAMES)}")

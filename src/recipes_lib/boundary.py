@@ -114,6 +114,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     ignore_closed_output()
     processes.limit_threads()
     hide_expected_warnings()
+    STOP.is_reported = True
     try:
         with raising_stop_signals():
             code = command() or EXIT_DONE
@@ -217,12 +218,12 @@ def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
     Raises:
         SystemExit: The configuration is invalid, or ``--help`` or ``--print-config`` was given.
     """
-    # Not at module level: `recipes --help` imports this module and does not need PyYAML.
-    from recipes_lib.config.loader import load_for_command
-
     parsed: list[RecipeConfig] = []
 
     def parse() -> None:
+        # Not at module level: `recipes --help` imports this module and does not need PyYAML.
+        from recipes_lib.config.loader import load_for_command
+
         # Before an error: otherwise other ranks would take the launcher's SIGTERM for a preemption.
         processes.register_process()
         parsed.append(load_for_command(recipe, arguments))

@@ -1,4 +1,4 @@
-"""Human-readable counts and durations, for terminals and reports."""
+"""Human-readable counts, sizes and durations, for terminals and reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ def format_count(number: float) -> str:
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
+
+
+def format_bytes(number: float) -> str:
+    """Return a size in bytes with a decimal unit: ``842 B``, ``12.3 kB``, ``4.56 GB``."""
+    # `rstrip`: the digits; counts have B for a billion.
+    digits = (count := format_count(number)).rstrip("kMBT")
+    return f"{digits} {count.removeprefix(digits).replace('B', 'G')}B"
+
+
+def pluralize(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 process``, ``2 processes``, ``1,200 steps``."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def format_duration(seconds: float) -> str:

@@ -40,19 +40,21 @@ class StopRequest:
     Attributes:
         reason: First reason to stop, such as ``SIGTERM``; ``None`` if there is no request.
         is_deferred: Whether requests are only recorded, not raised.
+        is_reported: Whether ``run_command`` prints what is raised. It does not during the imports of a recipe, between
+            ``install`` and ``run_command``: Python ends without a message after a ``SystemExit`` with a code.
     """
 
     def __init__(self) -> None:
         """Create the state without a request; ``install`` sets the signal handlers."""
         self.reason: str | None = None
         self._parent = os.getppid()
-        self._is_installed = self.is_deferred = self._is_closed = self._has_raised = False
+        self.is_deferred = self.is_reported = self._is_installed = self._is_closed = self._has_raised = False
 
     def install(self) -> None:
         """Install the signal handlers; does nothing outside the main thread."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self._is_installed = True
+        self._is_installed, self.is_reported = True, False
         readable, writable = os.pipe()
         # A handler must never block on a full pipe.
         os.set_blocking(writable, False)
@@ -108,7 +110,10 @@ class StopRequest:
             raise LostPeerError(lost)
         self.request(signal.Signals(number).name)
         if not self.is_deferred:
-            raise self._stop_here()
+            stop = self._stop_here()
+            if not self.is_reported and processes.read_rank() == 0:
+                sys.stderr.write(f"{stop}\n")
+            raise stop
 
     def _stop_here(self) -> PreemptedError:
         self._has_raised = True

@@ -350,6 +350,12 @@ def test_hf_job_is_accepted_by_hf_cli(write):
         ("slurm", ["--learning_rat", "1"], "learning_rate"),
         ("kubernetes", [*CLOUD, "--config", str(ROOT / CONFIG)], "not in the image"),
         ("slurm", ["--hardware", "nonsense"], "there is no launch file accelerate_configs/nonsense.yaml"),
+        (
+            "slurm",
+            ["--recipe", "lora", "--hardware", "fsdp2_tp", "--gpus_per_node", "8"],
+            "parallelism does not support adapters",
+        ),
+        ("slurm", ["--hardware", "single_gpu", "--gpus_per_node", "2"], "is for one process, not for 2"),
     ],
 )
 def test_unsupported_flags_are_rejected(to, flags, message, write):

@@ -40,6 +40,30 @@ def test_from_until_only_and_list_select_stages(path: Path, recipes) -> None:
     assert f"one: mkdir {out}/one\n" in recipes("run", path, "--output_dir", out, "--list")
 
 
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        (["--only", "sweep"], ["sweep-1", "sweep-2"]),
+        (["--from", "sweep", "--until", "loop"], ["sweep-1", "sweep-2", "a-1", "a-2"]),
+        (["--from", "loop"], ["a-1", "a-2", "end"]),
+        (["--until", "sweep"], ["begin", "sweep-1", "sweep-2"]),
+        (["--only", "a-2"], ["a-2"]),
+    ],
+)
+def test_sweeps_and_loops_are_selected_by_their_names(
+    flags: list[str], chosen: list[str], tmp_path: Path, recipes
+) -> None:
+    stages = {
+        "begin": {"run": "true"},
+        "sweep": {"recipe": "sft", "matrix": {"seed": [1, 2]}},
+        "loop": {"rounds": 2, "stages": {"a": {"run": "true ${round}"}}},
+        "end": {"run": "true"},
+    }
+    path = tmp_path / "p.yaml"
+    path.write_text(json.dumps({"output_dir": str(tmp_path), "stages": stages}))
+    assert [line.partition(":")[0] for line in recipes("run", path, "--list", *flags).splitlines()] == chosen
+
+
 def test_shipped_pipeline_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes) -> None:
     monkeypatch.chdir(tmp_path)
     assert "recipes/configs/mistral-7b/sft.yaml" in recipes("run", "zephyr", "--list")
@@ -66,7 +90,8 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--only", "fore"], "there is no stage 'fore'\n    the stages are one, two, three"),
+        (["--only", "nine"], "there is no stage 'nine'\n    the stages are one, two, three"),
+        (["--only", "tree"], "there is no stage 'tree'\n    did you mean three?"),
         (["--from", ""], "there is no stage ''\n    the stages are one, two, three"),
         (["--from", "two", "--until", "one"], "two comes after one"),
         (["--only", "one", "--until", "two"], "--only: excludes --until"),
@@ -269,6 +294,15 @@ def test_plan_reports_invalid_keys_but_not_stages_that_follow(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="sft: --learnin_rate") as caught:
         plan_stages(path, "H100", None, None)
     assert len(caught.value.problems) == 1
+
+
+def test_plan_refuses_incompatible_launch_files(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path, load_in_8bit=True, use_peft=True)
+    document = json.loads(path.read_text())
+    document["stages"]["sft"] |= {"recipe": "lora", "launch": "zero3"}
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="sft: --load_in_8bit"):
+        plan_stages(path, "H100", None, None)
 
 
 SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo": 6}

@@ -49,6 +49,9 @@ def test_tokenizer_is_trained_and_measured(run, data, tmp_path):
         (line,) = (line for line in output.splitlines() if line.startswith(label))
         assert f"{sum(map(len, texts)):,} bytes, {usage.counts.sum():,} tokens" in line
         assert f"{usage.bytes_per_token:.3f} bytes a token" in line
+    for name in (["--dataset_name", data], [f"--dataset_name={data}"]):  # As recipes name it.
+        flags = ["--vocab_size", 400, *name, "--chat_template", "chatml", "--output_dir", tmp_path / "out"]
+        assert "identical to the tokenizer in" in run(*flags)
 
 
 def test_held_out_tail_is_not_trained_on(run, tmp_path):

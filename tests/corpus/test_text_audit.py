@@ -80,4 +80,4 @@ def test_audit_reads_at_most_the_sample(monkeypatch):
     assert "sample: 5 documents" in audit_texts(endless).facts[0]
     monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 10**9)
     monkeypatch.setattr(text_audit, "MAX_BYTES", 1000)
-    assert "0.0 MB" in audit_texts(endless).facts[0]
+    assert " kB" in audit_texts(endless).facts[0]

@@ -213,7 +213,7 @@ def test_run_beyond_accelerator_memory_is_warned(check_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     problems, output = check_ppo()
     assert not problems
-    assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in output
+    assert "warning: this is more than the 500 MB of the device at hand can hold; adapters" in output
 
 
 def test_architecture_whose_memory_cannot_be_planned_is_a_warning(check_ppo, monkeypatch):

@@ -72,6 +72,7 @@ def test_repository_made_public_concurrently_is_rejected(hub):
             "only read in",
         ),
         ({}, {"hub_model_id": "a/b/c"}, "hub_model_id", "'a/b/c' is not a repository id: .*Repo id"),
+        ({"role": "read"}, {"hub_model_id": "bad id"}, "hub_model_id", "'bad id' is not a repository id: .*Repo id"),
         ({}, {"output_dir": "outputs/mein Modell"}, "hub_model_id", "'mein Modell' is not a repository id: .*Repo id"),
     ],
 )

@@ -70,6 +70,16 @@ def test_data_have_counts_and_fingerprints():
     data = {"num_prompts": 3000, "num_eval_prompts": 250, "broken_rows": {"num_rows": 3250}, "fingerprint": "c" * 64}
     assert list(describe_data(record(data=data))) == [("train", "3,000 prompts", "c" * 16), ("eval", "250 prompts", "")]
     assert list(describe_data(record(data=data | {"num_eval_prompts": 0}))) == [("train", "3,000 prompts", "c" * 16)]
+    web, held_out = ({"name": name, "train": {"num_tokens": 5000, "num_documents": 12}} for name in ("web", "test"))
+    web |= {"eval": {"num_tokens": 70, "num_documents": 1}, "fingerprint": "a" * 64, "weight": 1.0}
+    data = {"sources": [web], "held_out": held_out | {"fingerprint": "b" * 64}, "num_rows": 24}
+    data["eval_datasets"] = {"news": {"name": "news", "train": {"num_documents": 2}, "fingerprint": "c" * 64}}
+    assert list(describe_data(record(data=data))) == [
+        ("train web", "12 documents, 5,000 tokens", "a" * 16),
+        ("eval web", "1 documents, 70 tokens", "a" * 16),
+        ("eval test", "12 documents, 5,000 tokens", "b" * 16),
+        ("eval news", "2 documents", "c" * 16),
+    ]
     assert list(describe_data(record())) == []
     assert name_data({"dataset_name": None}) == ""
 

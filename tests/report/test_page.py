@@ -95,10 +95,10 @@ def test_page_shows_metrics_samples_and_facts(tmp_path: Path) -> None:
 
     for words in (
         "my-run", "60 optimizer steps, 2 epochs, 2 min 0 s of training", "Held-out loss", "5 at step 0", "own metric",
-        "0.875", "6k", "of 12k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
+        "0.875", "6k", "of 12k tokens seen", "40% of the peak FLOPs", "1.07 GB", "why why", "Because!", "Because.",
         "cut off at 9 tokens", "stopped after 4 tokens", "Before training", "After training, step 60",
         "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "Configuration (3)",
-        "1.5 / 1 GiB of memory, 0.5 / 0.6 s a step",
+        "1.61 / 1.07 GB of memory, 0.5 / 0.6 s a step",
     ):  # fmt: skip
         assert words in page.text, words
     labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]

@@ -17,6 +17,7 @@ from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
+from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline, plan_launch
 
@@ -63,7 +64,7 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     inspection = INSPECTIONS[config.recipe](config, launch, console, launch_file)
     inspection.run()
     count = len(inspection.problems)
-    console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")
+    console.print(f"\n{pluralize(count, 'problem')}" if count else "\nready to train")
     return inspection.problems
 
 

@@ -12,6 +12,7 @@ from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, verify_extra
 from recipes_lib.processes import count_cores
+from recipes_lib.quantities import format_bytes
 
 MEGABYTES_PER_SECOND: Final = 1.7
 """Throughput of one core with all steps on web text (``benchmarks/corpus.py``); higher without a quality preset."""
@@ -98,12 +99,12 @@ def plan(argv: Sequence[str]) -> None:
     sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}
     workers = config.workers or count_cores()
     for label, size in sizes.items():
-        sys.stdout.write(f"{label}: {'unknown size' if size is None else f'{size / 1e9:,.3f} GB'}\n")
+        sys.stdout.write(f"{label}: {'unknown size' if size is None else format_bytes(size)}\n")
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
     sys.stdout.write(
         f"{hours:,.2f} hours on {workers} cores, at {MEGABYTES_PER_SECOND:g} MB/s of text each (docs/results.md)\n"
-        f"disk: at most {total * DISK_SHARE / 1e9:,.3f} GB, for `.work` and the shards together\n"
+        f"disk: at most {format_bytes(total * DISK_SHARE)}, for `.work` and the shards together\n"
     )
 
 
@@ -123,7 +124,7 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(
-        f"{manifest['documents']:,} of {read:,} documents, {manifest['bytes'] / 1e6:,.1f} MB{tokens}: "
+        f"{manifest['documents']:,} of {read:,} documents, {format_bytes(manifest['bytes'])}{tokens}: "
         f"{_name_dataset(manifest, output_dir)}; removed documents and reasons: {output_dir}/report.html"
     )
     return lines

@@ -36,7 +36,8 @@ from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.pipelines.runner import find_done
 from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.layouts.launch_environment import read_launch_file
+from recipes_lib.training.layouts.compatibility import verify_combination
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 _ABOUT: Final = "Scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."
 JOBS: Final = "jobs"
@@ -102,8 +103,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the command: write the file to standard output.
 
     Raises:
-        ConfigError: The configuration or the launch file is invalid, or a flag is wrong, missing or not supported for
-            the cluster.
+        ConfigError: The configuration or the launch file is invalid, or they are incompatible; or a flag is wrong,
+            missing or not supported for the cluster.
     """
     parser = argparse.ArgumentParser(prog="recipes job", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
@@ -170,9 +171,10 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
         remedy = "write --name with up to 42 lower-case letters, digits and hyphens, a letter first"
         raise ConfigError(Problem("--name", found, remedy))
     num_processes = options.num_nodes * options.gpus_per_node
-    if options.hardware:
-        read_launch_file(find_launch_file(options.hardware))
     hardware = options.hardware or ("ddp" if num_processes > 1 else "single_gpu")
+    file = find_launch_file(hardware)
+    # The launch on the cluster would refuse it, after its wait in the queue.
+    verify_combination(config, plan_launch(file, num_processes), str(file))
     command = ["recipes", "launch", "--recipe", recipe, "--config", options.config, "--hardware", hardware]
     command += ["--num_processes", str(num_processes), *overrides, "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)

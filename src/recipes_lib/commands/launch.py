@@ -25,6 +25,7 @@ from recipes_lib.errors import (
     ConfigError,
     Problem,
 )
+from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -170,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
-    sys.stderr.write(f"{machines.source}, {num_processes} process{'es' * (num_processes != 1)} by {file}:\n{line}\n")
+    sys.stderr.write(f"{machines.source}, {pluralize(num_processes, 'process')} by {file}:\n{line}\n")
     if not options.dry_run:
         _verify_port(machines)
         expect_launch(launch)

@@ -26,7 +26,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, sugge
 from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
-from recipes_lib.quantities import format_duration
+from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_DONE
     if options.check:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
-        count = len(pipeline.stages)
-        sys.stdout.write(f"{count} stage{'s' * (count != 1)}, ready to run\n")
+        sys.stdout.write(f"{pluralize(len(pipeline.stages), 'stage')}, ready to run\n")
         return EXIT_DONE
     if options.executor != "local":
         check_stages(options.pipeline, pipeline, [])
@@ -124,15 +123,19 @@ def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
 def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
     """Return the stages from ``first`` to ``last``, inclusive; ``None`` is the first or the last of all.
 
+    The name of a sweep or a loop stands for all of its stages.
+
     Raises:
         ConfigError: There is no such stage, or ``first`` comes after ``last``.
     """
     names = [stage.name for stage in pipeline.stages]
+    members = {**pipeline.entries, **{name: [name] for name in names}}
     for name in (first, last):
-        if name is not None and name not in names:
-            remedy = f"the stages are {', '.join(names)}"
+        if name is not None and name not in members:
+            remedy = suggest(name, members, f"the stages are {', '.join(names)}", "{}")
             raise ConfigError(Problem("recipes run", f"there is no stage {name!r}", remedy))
-    begin, end = (0 if first is None else names.index(first)), (len(names) if last is None else names.index(last) + 1)
+    begin = 0 if first is None else names.index(members[first][0])
+    end = len(names) if last is None else names.index(members[last][-1]) + 1
     if begin >= end:
         raise ConfigError(Problem("recipes run", f"{first} comes after {last}", "swap --from and --until"))
     return list(pipeline.stages[begin:end])

@@ -167,7 +167,10 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Train a byte-level BPE tokenizer on data in any layout, and measure its compression."
     parser = argparse.ArgumentParser(prog="recipes tokenizer", description=about, allow_abbrev=False)
-    parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
+    if any(word.partition("=")[0] == "--dataset_name" for word in argv):  # As recipes name it.
+        parser.add_argument("--dataset_name", dest="data", nargs="+")
+    else:
+        parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
     parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
     parser.add_argument("--special_token", action="extend", nargs="+", default=[], metavar="T", help="special tokens")

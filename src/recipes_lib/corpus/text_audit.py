@@ -28,6 +28,7 @@ from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import Language
 from recipes_lib.errors import ConfigError
 from recipes_lib.files import count_bytes
+from recipes_lib.quantities import format_bytes
 
 MAX_DOCUMENTS: Final = 2000
 """Documents of a sample."""
@@ -70,7 +71,7 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
         warnings.append(f"{_share(empty, taken)} are empty or cannot be read")
     if not sample:
         return Audit([], warnings)
-    facts = [f"sample: {len(sample):,} documents, {sum(map(count_bytes, sample)) / 1e6:.1f} MB"]
+    facts = [f"sample: {len(sample):,} documents, {format_bytes(sum(map(count_bytes, sample)))}"]
     warnings += [*_find_repeated(sample), *_find_personal(sample)]
     if garbled := sum(_GARBLED.search(text) is not None for text in sample):
         warnings.append(f"{_share(garbled, sample)} have garbled characters")

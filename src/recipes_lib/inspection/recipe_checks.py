@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.inspection.sections import Inspection, Report
+from recipes_lib.quantities import format_bytes
 
 
 class SFTInspection(Inspection):
@@ -129,7 +130,7 @@ class DistillationInspection(SFTInspection):
             size = self._data.audit.num_target_tokens * identity.format.dtype.itemsize
             is_there = find_set(identity.root, identity.key) is not None
             state = "stored" if is_there else "not stored yet: run `recipes distill-store` before training"
-            report(f"top-k probabilities of the teacher: {size / 1e9:.2f} GB, {state}")
+            report(f"top-k probabilities of the teacher: {format_bytes(size)}, {state}")
 
     def _check_layers(self, teacher: Any, report: Report) -> None:
         """Report the pairs of layers whose hidden states or relations are compared, if any."""
@@ -304,10 +305,10 @@ class PPOInspection(Inspection):
         except ConfigError as error:  # The architecture is unknown to planning, and may train.
             report(f"warning: memory is not planned: {error.problems[0].found}")
             return
-        report(f"{plan.about or 'one model trained'}: {plan.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
+        report(f"{plan.about or 'one model trained'}: {format_bytes(plan.peak)} at most; `recipes plan` lists it")
         if (size := read_device_memory()) is not None and not plan.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once, or another layout need less"
-            report(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")
+            report(f"warning: this is more than the {format_bytes(size)} of the device at hand can hold; {remedy}")
 
     def check_steps(self, report: Report) -> None:
         """Report iterations, answers, optimizer steps, and the policy's learning rates.

@@ -22,6 +22,7 @@ from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries
 from recipes_lib.data.sources.rows import Entry, Row
 from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.quantities import format_bytes, pluralize
 from recipes_lib.training.layouts.launch_environment import Launch
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Inspection(ABC):
         shares = f"each with 1/{stages} of the layers" if stages > 1 else "each with the whole model"
         shares = f"sharded by {launch.engine}" if launch.engine else shares
         by = f"{self.launch_file}: " if self.launch_file else ""
-        report(f"{by}{launch.world_size:,} processes, {shares}, mixed_precision {launch.precision}")
+        report(f"{by}{pluralize(launch.world_size, 'process')}, {shares}, mixed_precision {launch.precision}")
 
     def check_model(self, report: Report) -> None:
         """Load the tokenizer and the model's configuration, and report architecture and size."""
@@ -341,8 +342,8 @@ class Inspection(ABC):
             *self.count_saved(), self.num_steps, self.config.training, keep_every=keep_every, num_epochs=self.num_epochs
         )
         report(
-            f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
-            f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"
+            f"{plan.num_checkpoints} checkpoints of {format_bytes(plan.checkpoint_bytes)} and the model: "
+            f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.free_bytes)} free"
         )
         verify_disk(plan, self.config.training["output_dir"])
 

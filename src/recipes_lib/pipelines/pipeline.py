@@ -96,11 +96,13 @@ class Pipeline:
         output_dir: Folder of the outputs, of ``pipeline.json`` and of ``index.html``.
         environment: Environment variables set for every stage.
         stages: Stages, each after those that it needs.
+        entries: Name in the file, of a stage, a sweep or a loop -> the names of its stages.
     """
 
     output_dir: Path
     environment: Mapping[str, str]
     stages: Sequence[Stage]
+    entries: Mapping[str, Sequence[str]]
 
 
 def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
@@ -126,7 +128,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     stages = reader.read(document["stages"], folder)
     environment = reader.read_environment(document.get("environment"))
     if not reader.problems:
-        return Pipeline(folder, environment, stages)
+        return Pipeline(folder, environment, stages, {name: reader.groups[name] for name in reader.entries})
     # Once each: a stage of a loop is parsed once per round.
     raise ConfigError(*dict.fromkeys(reader.problems))
 

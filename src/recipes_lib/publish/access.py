@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from huggingface_hub import HfApi, get_session, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem, iterate_causes
@@ -86,6 +87,7 @@ def open_target(training: Mapping[str, Any]) -> Target:
 
 
 def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
+    validate_repo_id(name)  # Before a request: an invalid id is also found without a network.
     account = api.whoami()
     # Fine-grained tokens have another role; `auth_check` below verifies their access to the repository.
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":

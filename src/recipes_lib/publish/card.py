@@ -35,6 +35,7 @@ _COUNTS: Final = {
     "num_rows": "rows",
     "num_pairs": "pairs",
     "num_prompts": "prompts",
+    "num_documents": "documents",
     "num_tokens": "tokens",
     "num_target_tokens": "of them trained on",
 }
@@ -135,7 +136,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         lineage=trace_lineage(record),
         data=list(describe_data(record)),
         corpus=list(describe_corpus(config)),
-        facts=[*describe_effort(record, events), *facts],
+        facts=[*describe_effort(record, events), *((name, value) for name, value in facts if value is not None)],
         config=make_portable({name: value for name, value in config.items() if value is not None}),
     )
 
@@ -259,6 +260,11 @@ def describe_data(record: Record) -> Iterator[Row]:
     if "num_prompts" in data:  # PPO, RLOO and GRPO record their counts without splits.
         held_out = {"num_prompts": data.get("num_eval_prompts")}
         splits = [("train", data, data.get("fingerprint")), ("eval", held_out, None)]
+    if isinstance(data.get("sources"), list):  # Pretraining records the counts of each source.
+        held_out_sets = [part for part in (data.get("held_out"), *(data.get("eval_datasets") or {}).values()) if part]
+        sides = [(side, side, part) for side in ("train", "eval") for part in data["sources"]]
+        sides += [("eval", "train", part) for part in held_out_sets]
+        splits = [(f"{split} {part['name']}", part.get(side), part.get("fingerprint")) for split, side, part in sides]
     for split, counts, fingerprint in splits:
         found = counts if isinstance(counts, Mapping) else {}
         known = {word: found[name] for name, word in _COUNTS.items() if isinstance(found.get(name), int)}

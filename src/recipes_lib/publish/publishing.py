@@ -44,6 +44,7 @@ from recipes_lib.publish.selection import (
     find_contents,
     read_facts,
 )
+from recipes_lib.quantities import pluralize
 
 SILENCE_SECONDS: Final = 120.0
 """Read timeout of requests during a push."""
@@ -369,8 +370,7 @@ def main(argv: Sequence[str]) -> None:
 def describe_commits(target: Target, num_commits: int) -> str:
     """Return a line with the URL of the model and the number of commits."""
     branch = "" if target.branch == DEFAULT_BRANCH else f"/tree/{target.branch}"
-    commits = f"{num_commits} commit{'s' * (num_commits != 1)}"
-    return f"published at https://huggingface.co/{target.repository}{branch}: {commits}"
+    return f"published at https://huggingface.co/{target.repository}{branch}: {pluralize(num_commits, 'commit')}"
 
 
 def _read_time(folder: Path) -> int:

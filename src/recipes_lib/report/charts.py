@@ -186,6 +186,7 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
         yield from _plan_rl(train, held_out)
     lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
     yield Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
+    # On an axis of its own: beside the larger range of the training loss, its changes are hard to see.
     yield Plan(
         "heldout_loss",
         "Held-out bits per byte" if in_bytes else "Held-out loss",

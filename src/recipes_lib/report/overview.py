@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import is_inside, is_locked, read_record
-from recipes_lib.quantities import format_duration
+from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, find_end, is_run, mark_killed, read_curve, read_number, read_run
 
@@ -175,7 +175,7 @@ def describe_result(run: RunFiles) -> str:
     """Return result and duration of a run as text: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min 0 s``."""
     entry = Entry(name=run.name, path=Path(), **summarize(run))
     parts = [show_figure(entry)] if entry.figure else []
-    parts += [f"{entry.step:,} step{'s' * (entry.step != 1)}"] if entry.step is not None else []
+    parts += [pluralize(entry.step, "step")] if entry.step is not None else []
     return ", ".join([*parts, *([] if entry.seconds is None else [format_duration(entry.seconds)])])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.errors import list_first
-from recipes_lib.quantities import format_count, format_duration
+from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
 from recipes_lib.report.charts import draw_charts
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.reward_report import draw_reliability, read_reward_report
@@ -129,7 +129,7 @@ def _describe_extent(run: RunFiles) -> str:
     if not run.train:
         return "No training step was logged."
     last = run.train[-1]
-    parts = [f"{last['step']:,} optimizer step{'' if last['step'] == 1 else 's'}"]
+    parts = [pluralize(last["step"], "optimizer step")]
     if (epochs := read_number(last, "epoch")) is not None:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
@@ -160,7 +160,7 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if known else "median"
         yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
     if memory := read_curve(run.train, "memory_bytes"):
-        yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
+        yield KeyFigure("Peak memory", format_bytes(max(value for _, value in memory)), "of one process")
 
 
 def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
@@ -284,7 +284,7 @@ def _list_facts(facts: Record) -> list[tuple[str, str]]:
 
 def _compare_with_plan(facts: Record) -> Iterator[str]:
     sides = [facts.get(name) for name in ("planned", "measured")]
-    for name, unit, size in (("memory_bytes", "GiB of memory", 2**30), ("step_seconds", "s a step", 1)):
+    for name, unit, size in (("memory_bytes", "GB of memory", 1e9), ("step_seconds", "s a step", 1)):
         values = [read_number(side, name) if isinstance(side, Mapping) else None for side in sides]
         if None not in values:
             yield f"{' / '.join(f'{value / size:.3g}' for value in values if value is not None)} {unit}"

@@ -11,7 +11,7 @@ from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors
-from recipes_lib.quantities import format_duration
+from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, find_end, read_curve, read_number, read_run
@@ -62,8 +62,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         DataError: A folder has no run.
     """
     if not 2 <= len(folders) <= len(_COLOURS):
-        found = f"{len(folders)} run{'s' * (len(folders) != 1)} cannot be compared"
-        raise ConfigError(Problem("--compare", found, f"name two to {len(_COLOURS)}"))
+        found = f"{pluralize(len(folders), 'run')} cannot be compared"
+        raise ConfigError(Problem("--compare", found, f"name 2 to {len(_COLOURS)} runs"))
     # By the path as given: runs in different folders may have the same name.
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
@@ -130,7 +130,7 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     seconds = [read_number(event, "seconds") for event in last]
     rows.append(Row("training time", ["" if value is None else format_duration(value) for value in seconds]))
     memory = [max((value for _, value in read_curve(run.train, "memory_bytes")), default=None) for run in runs]
-    rows.append(_build_row("peak memory, GiB", [None if value is None else value / 2**30 for value in memory]))
+    rows.append(_build_row("peak memory, GB", [None if value is None else value / 1e9 for value in memory]))
     return [row for row in rows if any(row.values)]
 
 

@@ -146,6 +146,6 @@ def test_count_bytes_counts_shared_tensor_once():
 def test_describe_dry_run():
     plan = DiskPlan(checkpoint_bytes=1, num_checkpoints=3, total_bytes=26 * 10**9, free_bytes=2 * 10**12)
     assert describe_dry_run(8_100_000_000, 12.34, plan) == (
-        "checkpoints: 8.1GB each, written and opened again in 12.3 s; up to 3 of them and the model take 26GB of 2TB "
-        "free"
+        "checkpoints: 8.1 GB each, written and opened again in 12.3 s; up to 3 of them and the model take 26 GB of "
+        "2 TB free"
     )

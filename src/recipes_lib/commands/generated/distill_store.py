@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.quantities import format_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     size = identity.format.dtype.itemsize
     num_targets = int(stored.counts.sum())
     sys.stdout.write(
-        f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
+        f"{num_targets:,} targets of {size} bytes, {format_bytes(num_targets * size)}; {identity.format.k} tokens of "
         f"{identity.format.num_tokens:,} each\ndifference to recomputed {difference:.1e} nats\npath {found.path}\n"
     )
 

@@ -446,12 +446,15 @@ def plan_stage(
         shape: Folder for the configuration of the model, from which later stages are planned; ``None`` to omit it.
 
     Raises:
-        ConfigError: The model's configuration cannot be loaded, or the GPU or its peak is unknown.
+        ConfigError: The model's configuration cannot be loaded, the GPU or its peak is unknown, or recipe and launch
+            file are incompatible.
     """
     device, file = choose_device(gpu), find_launch_file(launch_file) if launch_file else None
     verify_peak(device, config)
     is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
     launch = plan_launch(file, None if is_alone else num_processes)
+    if file is not None:
+        verify_combination(config, launch, str(file))
     model_config = find_planned_model(config)
     if shape is not None:
         model_config.save_pretrained(shape)

@@ -24,6 +24,7 @@ from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
 from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
 from recipes_lib.proving.results import read_rows
+from recipes_lib.quantities import pluralize
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
@@ -176,7 +177,7 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
             shares.setdefault(Kind.of(config), []).append(statistics.median(curve) / find_overhead(config)[0])
     if problems:
         raise DataError(*problems)
-    source = f"{len(folders)} finished run{'s' * (len(folders) > 1)}"
+    source = pluralize(len(folders), "finished run")
     return Measured({kind: statistics.median(each) for kind, each in shares.items()}, source)
 
 

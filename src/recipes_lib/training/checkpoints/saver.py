@@ -28,7 +28,7 @@ from recipes_lib.files import explain_write_errors
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
-from recipes_lib.quantities import format_count
+from recipes_lib.quantities import format_bytes
 from recipes_lib.training.checkpoints.manifest import (
     DRY_RUN,
     STAGING,
@@ -125,7 +125,7 @@ class HostCopy:
         free = read_free_memory()
         if num_bytes <= _MEMORY_SHARE * free:
             return None
-        return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
+        return f"a copy takes {format_bytes(num_bytes)} and {format_bytes(free)} of memory are free"
 
     def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> dict[str, Any]:
         """Return a copy of a state in host memory, which overwrites the previous copy.
@@ -209,14 +209,10 @@ def count_bytes(*states: Any) -> int:
 def describe_dry_run(size: int, seconds: float, plan: DiskPlan) -> str:
     """Return the log line of a dry run: size of a checkpoint, seconds to write it, and disk space of the whole run."""
     return (
-        f"checkpoints: {_format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
-        f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "
-        f"{_format_bytes(plan.free_bytes)} free"
+        f"checkpoints: {format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
+        f"{plan.num_checkpoints} of them and the model take {format_bytes(plan.total_bytes)} of "
+        f"{format_bytes(plan.free_bytes)} free"
     )
-
-
-def _format_bytes(size: int) -> str:
-    return f"{format_count(size).replace('B', 'G')}B"
 
 
 Task = Callable[[], object]

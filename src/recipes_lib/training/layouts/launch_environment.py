@@ -14,6 +14,7 @@ from recipes_lib.config.values import read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
+from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import LAUNCH_FILES
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
@@ -428,7 +429,7 @@ def verify_accelerator(launch: Launch, *, is_available: bool, num_gpus: int = 0)
         found = f"the launch file asks for {launch.engine}, and torch finds no GPU on this machine"
         raise ConfigError(Problem("launch", found, _ON_CPUS))
     if 0 < num_gpus <= launch.local_rank:
-        found = f"is {launch.local_rank}, and this process sees {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+        found = f"is {launch.local_rank}, and this process sees {pluralize(num_gpus, 'GPU')}"
         remedy = "start one process per GPU, each with all GPUs of the machine visible (CUDA_VISIBLE_DEVICES)"
         raise ConfigError(Problem("LOCAL_RANK", found, remedy))
 
