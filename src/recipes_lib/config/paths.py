@@ -124,13 +124,15 @@ def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
 
 
 def suggest_sibling(text: str) -> str:
-    """Return the remedy for a path that does not exist: the nearest file beside it, or an empty text."""
+    """Return the remedy for a path that does not exist, such as the nearest file beside it, or an empty text."""
     path = Path(text)
     if "*" in text:
         return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
     if VARIABLE.search(text):
         return NO_VARIABLES
     try:
+        if path.is_symlink():
+            return f"it is a symbolic link to {path.readlink()}, which does not exist"
         return suggest(path.name, [sibling.name for sibling in path.parent.iterdir()], "", f"{path.parent / '{}'}")
     except (OSError, ValueError):
         return ""

@@ -8,8 +8,8 @@ from typing import Final
 
 _MINUS: Final = "\u2212"
 """MINUS SIGN of Unicode, which models write besides the ASCII hyphen-minus."""
-_THOUSANDS: Final = r"(?:,\\!|\{,\}|\\,|,)"
-"""A comma, also as `,\\!`, `{,}` or `\\,` of LaTeX."""
+_THOUSANDS: Final = r"(?:,\\!|\{,\}|\\[, ]|[, \u00a0\u2009\u202f])"
+"""A comma or space, also as `,\\!`, `{,}`, `\\,` or `\\ ` of LaTeX."""
 # A minus after a digit or a bracket is a subtraction, not a sign; a dollar sign may follow it. A full stop is a decimal
 # point only before a digit, and at the start of a number (`.5`) only if no word, bracket or full stop precedes it.
 # An exponent is none of the numbers: that of `cm^2` would hide the area.
@@ -17,36 +17,47 @@ _NUMBER: Final = re.compile(
     rf"\^\{{?[-{_MINUS}]?[\d.]+|((?:(?<![\d)])[-{_MINUS}]\\?\$?)?"
     rf"(?:(?:\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+))"
 )
+# What precedes a part of an expression in any text: an operand and an operator, as in `3/4`, `1 + 2` or `2024-05-01`; a
+# decimal comma (`1.000,5`), `10.5.3`, `3:4` or `1e3`; a tuple, fraction or root. ` - ` may be a dash, `* ` a bullet.
+_JOINED: Final = re.compile(
+    rf"(?:[\d)}}](?:[-{_MINUS}]| ?(?:[+/×÷]|\*\*?|\\times|\\cdot|\\div) ?)\\?\$?|\d[.,:eE]|[(\[][^()\[\]]*\d, "
+    r"|(?:frac|sqrt)[^a-zA-Z=\s]*|√)$"
+)
 _BOXED: Final = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)")
-# What is before or after a number inside an expression: a fraction, power, root, tuple, interval, matrix, time,
-# `2x + 1` or `1e-5`. An equals sign, `\(`, `\%`, degrees, and units that are words or their powers are no expressions.
+# What is before or after a number inside an expression that is the whole answer: also a bracket, interval, matrix or
+# `2x + 1`. An equals sign, `\(`, `\%`, degrees, and units that are words or their powers are no expressions.
 _BEFORE: Final = re.compile(rf"(?:[a-zA-Z]|(?:[-{_MINUS}+/^_<>±√≤≥]|\{{|(?<!\\)[(\[]|\d[,:]|\\\\)\s*)$")
 _AFTER: Final = re.compile(
-    rf"[a-zA-Z]\b|\s*(?:[-{_MINUS}+/_<>±√π≤≥!)\]]|\^(?!\{{?\\circ)|\\(?!text|mathrm|mbox)[a-zA-Z\\])"
+    rf"[a-zA-Z]\b|\s*(?:[-{_MINUS}+/_<>±√π≤≥!)\]]|[*×÷:,]?\s?\d|\\(?!text|mathrm|mbox|circ)[a-zA-Z\\])"
 )
+_POWER: Final = re.compile(r"\s?\^(?!\{?\\circ)")
 
 
 def read_final_number(text: str, *, is_reference: bool = False) -> Decimal | None:
     r"""Return the number in the last ``\boxed{}``, or after a later ``####`` (GSM8K); without either, the last number.
 
-    Commas may separate thousands, also LaTeX's ``1{,}000``; ``.5`` is 0.5, ``-$5`` is -5; the Unicode minus sign is
-    accepted. ``None`` if there is no number, or if that in the box is inside an expression, such as ``3/4``.
+    Commas or spaces may separate thousands, also LaTeX's ``1{,}000``; ``.5`` is 0.5, ``-$5`` is -5; the Unicode minus
+    sign is accepted. ``None`` if there is no number, or if it is part of an expression, such as ``3/4``, which would
+    make ``1/4`` equal to it. In a box, also several numbers without an equals sign are one.
 
     Args:
         text: An answer.
-        is_reference: Whether it is the right answer: then a number inside an expression gives ``None`` without a box
-            too, because it does not tell the expression from wrong ones, such as ``1/4``.
+        is_reference: Whether it is the right answer: it is then part of an expression as strictly as in a box, but may
+            follow other numbers.
 
     Source: ``tests/data/test_final_numbers.py``.
     """
     _, mark, rest = text.rpartition("####")
     boxed = _BOXED.findall(rest)
-    found = [number for number in _NUMBER.finditer(boxed[-1] if boxed else rest) if number[1]]
+    text = boxed[-1] if boxed else rest.strip().partition("\n")[0] if mark else rest
+    found = [number for number in _NUMBER.finditer(text) if number[1]]
     number = found[0 if mark and not boxed else -1] if found else None
-    if not number or ((is_reference or boxed) and _is_inside_expression(number)):
+    if not number or _JOINED.search(text, 0, number.start()) or _POWER.match(text, number.end()):
+        return None
+    # In prose, brackets, hyphens and letters beside a number are punctuation and units.
+    is_alone = is_reference or boxed or mark
+    if is_alone and (_BEFORE.search(text, 0, number.start()) or _AFTER.match(text, number.end())):
+        return None
+    if boxed and re.search(r"\d", text[: number.start()].rpartition("=")[2]):
         return None
     return Decimal(re.sub(r"[^\d.-]", "", number[0].replace(_MINUS, "-")))
-
-
-def _is_inside_expression(number: re.Match[str]) -> bool:
-    return bool(_BEFORE.search(number.string, 0, number.start()) or _AFTER.match(number.string, number.end()))

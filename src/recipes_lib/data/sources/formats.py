@@ -481,7 +481,10 @@ def _read_text(raw: Raw) -> dict[str, Any]:
 
 
 def _read_system(raw: Raw) -> list[Message]:
-    system = check_text("" if raw.get("system") is None else raw["system"], "`system`")
+    system = "" if raw.get("system") is None else raw["system"]
+    if isinstance(system, Mapping):  # As in Gemini's chats.
+        system = clean_messages([{**system, "role": "system"}], "system")[0]["content"]
+    system = check_text(system, "`system`")
     return [{"role": "system", "content": system}] if system.strip() else []
 
 
@@ -536,18 +539,20 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     ),
 }
 _SPELLINGS: Final = {
-    "conversation": "conversations",
+    **dict.fromkeys(("conversation", "contents"), "conversations"),
     **dict.fromkeys(("content", "raw_content"), "text"),
     # The definition of a task beside its inputs (Super-NaturalInstructions) is part of the question: two are refused.
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction", "definition"), "question"),
     **dict.fromkeys(("response", "solution", "generated_solution", "output"), "answer"),
     **dict.fromkeys(("target", "targets", "completion", "attempt", "deepseek_attempt", "r1_generation"), "answer"),
-    **dict.fromkeys(("chosen_response", "chosen_messages", "preferred_output", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "non_preferred_output", "response_k"), "rejected"),
+    **dict.fromkeys(("chosen_response", "chosen_messages", "chosen_conversations"), "chosen"),
+    **dict.fromkeys(("preferred_output", "accepted", "response_j"), "chosen"),
+    **dict.fromkeys(("rejected_response", "rejected_messages", "rejected_conversations"), "rejected"),
+    **dict.fromkeys(("non_preferred_output", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _EXTRA_SPELLINGS: Final = {
-    **dict.fromkeys(("system_prompt", "system_message"), "system"),
+    **dict.fromkeys(("system_prompt", "system_message", "systeminstruction"), "system"),
     **dict.fromkeys(("available_tools", "functions"), "tools"),
 }
 """The same in every layout."""
@@ -573,6 +578,9 @@ _RENAMING: Final = "name them with `dataset_columns`; convert judged answers to 
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {
     # Not pairs of `input` and `output`, which may be those of a program.
     "write `dataset_columns: {{conversations: {}}}`": lambda chat: any(find_roles(chat)) or "'assistant':" in str(chat),
+    "convert the rows: write the masked text of `{}` as `prompt`, the trained one as `completion`": (
+        lambda value: set(find_roles(value)) == {""} and re.search("'label': (True|False)", str(value)) is not None
+    ),
     "convert the rows: write an object of `{}` as `answer`, or two as `chosen` and `rejected`": (
         lambda value: set(find_roles(value)) == {""} and re.search("'(answer|response|text)':", str(value)) is not None
     ),

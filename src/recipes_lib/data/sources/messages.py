@@ -27,8 +27,8 @@ ROLES: Final = {
 """Role in a dataset (OpenAI, ShareGPT, ms-swift, OLMo, Llama 3 and variants) -> role in chat templates."""
 
 _TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
-_KEYS: Final = {"from": "role", "value": "content"}
-"""Key of a turn in ShareGPT's layout -> key in chat templates."""
+_KEYS: Final = {"from": "role", "value": "content", "parts": "content"}
+"""Key of a turn in ShareGPT's layout, or in Gemini's -> key in chat templates."""
 
 
 _CHATS: Final = ("messages", "conversations")
@@ -58,6 +58,9 @@ _TOOL_PARTS: Final = {
     "tool_result": "write each result as a turn of its own: {role: tool, content: ...}",
 }
 """Remedy for each type of part that Anthropic's API has for tools."""
+
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+"""Types of parts that are texts; the last two are those of OpenAI's Responses API. Gemini's have no type."""
 
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
@@ -364,6 +367,7 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             message.setdefault("reasoning_content", thought)
             del parts[0]
         message["content"] = _join_parts(parts, f"{place}.content")
+    _join_details(message, f"{place}.reasoning_details")
     if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
         message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
     written = message.pop("tool_calls", None)
@@ -392,6 +396,15 @@ def _read_thought(parts: Sequence[object], place: str) -> str | None:
     return _join_parts(thought, place) if isinstance(thought, (list, tuple)) else check_text(thought, place)
 
 
+def _join_details(message: dict[str, Any], place: str) -> None:
+    """Replace the list of reasoning of OpenRouter's API by its text, in place."""
+    if isinstance(details := message.get("reasoning_details"), (list, tuple)):
+        del message["reasoning_details"]
+        thoughts = [part.get("text") or part.get("summary") or "" for part in details if isinstance(part, Mapping)]
+        if thought := _join_parts(thoughts, place):  # Encrypted details have no text.
+            message.setdefault("reasoning", thought)
+
+
 def _join_parts(parts: Sequence[object], place: str) -> str:
     texts = []
     for number, part in enumerate(parts):
@@ -399,8 +412,7 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
             texts.append(check_text(part, f"{place}[{number}]"))
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        # The last two are those of OpenAI's Responses API.
-        if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
+        if not isinstance(part, Mapping) or not (kind in _TEXT_PARTS or _drop_nulls(part).keys() == {"text"}):
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
             remedy = _TOOL_PARTS.get(str(kind), "only text parts can be trained on: remove it, or the row")
             raise RowError(f"{place}[{number}] {found}", remedy)
@@ -509,7 +521,8 @@ def parse_chat(value: object, column: str) -> object:
     if start is None:
         return value
     value, quote = start.string, start[1]
-    if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in (("role", "content"), _KEYS)):
+    spellings = ("role", "content"), ("from", "value")
+    if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in spellings):
         return value
     if quote == "'":
         raise RowError(f"`{column}` has messages in Python's notation, not in JSON", "export to JSON Lines or Parquet")
