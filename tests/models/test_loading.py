@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import tokenization_auto
-from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import enable_progress_bar, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -389,13 +389,19 @@ def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_bars_of_loading_are_hidden_and_those_of_downloads_unchanged(tiny_model_dir: Path, is_shown: bool) -> None:
+def test_bars_of_loading_are_hidden_and_other_bars_unchanged(
+    tiny_model_dir: Path, is_shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     enable_progress_bar()
+    previous = set_tqdm_hook(None)
     if not is_shown:
         hub_progress.disable_progress_bars()
     try:
         load_causal_lm(config_for(tiny_model_dir), "eager")
-        assert not is_progress_bar_enabled()
+        assert not capfd.readouterr().err
         assert hub_progress.are_progress_bars_disabled() is not is_shown
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        assert "Loading weights" in capfd.readouterr().err, "the caller's own loading has its bar again"
     finally:
         hub_progress.enable_progress_bars()
+        set_tqdm_hook(previous)

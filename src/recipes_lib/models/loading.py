@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars  # type: ignore[attr-defined]
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,7 +34,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
@@ -209,13 +208,14 @@ def load_causal_lm(
     return model
 
 
-def hide_progress_bars() -> None:
-    """Hide transformers' progress bars of loading and saving, one per process; those of downloads are kept."""
-    has_downloads = not are_progress_bars_disabled()
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    # Upstream hides those of the Hub too, without which a download of minutes looks like a hang.
-    if has_downloads:
-        enable_progress_bars()
+def hide_progress_bars() -> Any:
+    """Hide transformers' progress bars of loading and saving; those of downloads are kept.
+
+    Returns:
+        Argument of ``set_tqdm_hook`` that restores the previous state.
+    """
+    # ``disable_progress_bar`` hides those of the Hub too, without which a download of minutes looks like a hang.
+    return set_tqdm_hook(lambda _, args, kwargs: EmptyTqdm(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 def verify_unsharded(name: str) -> None:
@@ -433,7 +433,7 @@ def explained(key: str, name: str) -> Iterator[None]:
 @contextmanager
 def without_report() -> Iterator[None]:
     """Suppress transformers' bars, and its report of missing and unexpected weights, which the caller checks."""
-    hide_progress_bars()
+    previous = hide_progress_bars()
     loader = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -444,6 +444,7 @@ def without_report() -> Iterator[None]:
         yield
     finally:
         loader.removeFilter(is_other)
+        set_tqdm_hook(previous)
 
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
