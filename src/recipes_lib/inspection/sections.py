@@ -134,8 +134,7 @@ class Inspection(ABC):
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
-        from recipes_lib.models.loading import load_tokenizer
-        from recipes_lib.models.structure import find_dropped_modules
+        from recipes_lib.models.loading import list_cautions, load_tokenizer
         from recipes_lib.training.layouts.memory_layout import verify_model
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
@@ -150,7 +149,7 @@ class Inspection(ABC):
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
-        if caution := find_dropped_modules(model, self.model_config):
+        for caution in list_cautions(model, self.model_config, is_quantized=self.config.quantization.is_quantized):
             report(f"warning: {caution}")
 
     @abstractmethod

@@ -43,7 +43,7 @@ from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
-from recipes_lib.models.quantization import check_quantization, keep_differentiable
+from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
@@ -293,7 +293,7 @@ def load_pretrained(
     ]
     if problems:
         raise ConfigError(*(_explain_quantization(config) or problems))
-    if caution := find_dropped_modules(model, load_model_config(config)[0]):
+    for caution in list_cautions(model, load_model_config(config)[0], is_quantized=quantization is not None):
         logger.warning("%s: %s", name, caution)
     freeze_outside_text(model)
     register_gather_hooks(model)
@@ -309,6 +309,18 @@ def load_pretrained(
     # from_pretrained returns the model in evaluation mode.
     model.train()
     return model, missing
+
+
+def list_cautions(model: Any, model_config: PreTrainedConfig, *, is_quantized: bool) -> list[str]:
+    """Return what a loaded model lacks that its name promises: modules, or the quantisation of its experts.
+
+    Args:
+        model: Model that an auto class of transformers built.
+        model_config: Configuration of its checkpoint.
+        is_quantized: Whether its linear layers are quantised.
+    """
+    cautions = [find_dropped_modules(model, model_config), find_unquantized(model) if is_quantized else None]
+    return [caution for caution in cautions if caution]
 
 
 def _explain_quantization(config: ModelConfig) -> list[Problem]:

@@ -63,7 +63,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     """
     if not 2 <= len(folders) <= len(_COLOURS):
         found = f"{len(folders)} run{'s' * (len(folders) != 1)} cannot be compared"
-        raise ConfigError(Problem("--compare", found, f"name two to {len(_COLOURS)}"))
+        raise ConfigError(Problem("--compare", found, f"name 2 to {len(_COLOURS)}"))
     # By the path as given: runs in different folders may have the same name.
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
