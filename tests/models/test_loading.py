@@ -123,6 +123,33 @@ def test_missing_unexpected_and_mismatched_weights_are_reported_together(model_d
     ]
 
 
+def test_tied_weights_that_differ_are_refused(model_dir: Path) -> None:
+    """transformers leaves them untied, as saved; vLLM and llama.cpp tie them."""
+    edit_json(model_dir / "config.json", tie_word_embeddings=True)
+    weights = load_file(model_dir / "model.safetensors")
+    _, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert "ties weights to others from which they differ in its checkpoint: lm_head.weight" in found
+    assert remedy == "write tie_word_embeddings: false into its config.json"
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    model = load_causal_lm(config_for(model_dir), "sdpa")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_adapter_in_the_folder_of_a_model_is_refused(model_dir: Path) -> None:
+    (model_dir / "adapter_config.json").write_text("{}")
+    _, found, _ = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert found == f"{model_dir} has a model and an adapter"
+
+
+@pytest.mark.parametrize("name", ["", "model-q4_0.gguf"])
+def test_gguf_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model-q4_0.gguf").write_bytes(b"GGUF")
+    _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(tmp_path / name), TokensConfig()))
+    assert "GGUF" in found
+    assert "it was converted from" in remedy
+
+
 def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
     (model_dir / "tokenizer.json").unlink()
     _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))

@@ -218,10 +218,19 @@ def hide_progress_bars() -> Any:
     return set_tqdm_hook(lambda _, args, kwargs: EmptyTqdm(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
-def verify_unsharded(name: str) -> None:
-    """Raise a ``ConfigError`` if a model is a training checkpoint in shards, which only resuming can load."""
-    if (Path(name) / MODEL_SHARDS).is_dir() and not is_model(Path(name)):
+def verify_folder(name: str) -> None:
+    """Raise a ``ConfigError`` for a folder that is no model: a training checkpoint in shards, or with an adapter in it.
+
+    Args:
+        name: Folder; Hub ids pass.
+    """
+    folder, found = Path(name), ""
+    if (folder / MODEL_SHARDS).is_dir() and not is_model(folder):
         found, remedy = f"{name} is a checkpoint in shards", f"run `recipes export {name} FOLDER`, and name FOLDER"
+    elif all((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        # transformers would load the sum of both, and train nothing.
+        found, remedy = f"{name} has a model and an adapter", "move adapter_config.json and its weights elsewhere"
+    if found:
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
@@ -253,7 +262,7 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
-    verify_unsharded(name)
+    verify_folder(name)
     # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
@@ -276,22 +285,7 @@ def load_pretrained(
             **options,
         )
     model, info = loaded
-    architecture, missing = type(model).__name__, set(info["missing_keys"])
-    # Weights of other pipeline stages are unexpected here, but not in the whole model.
-    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())
-    mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
-    problems = [
-        Problem(
-            "model_name_or_path", f"{found} {list_first(sorted(keys))}", f"name a complete {architecture} checkpoint"
-        )
-        for found, keys in (
-            (f"the checkpoint of {name} lacks", missing - set(may_lack)),
-            (f"{architecture} has no weights called", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
-            (f"the checkpoint of {name} has other shapes:", mismatched),
-        )
-        if keys
-    ]
-    if problems:
+    if problems := _list_problems(name, model, info, may_lack, may_hold):
         raise ConfigError(*(_explain_quantization(config) or problems))
     for caution in list_cautions(model, load_model_config(config)[0], is_quantized=quantization is not None):
         logger.warning("%s: %s", name, caution)
@@ -308,7 +302,30 @@ def load_pretrained(
         model.has_router_loss, text.output_router_logits = True, False
     # from_pretrained returns the model in evaluation mode.
     model.train()
-    return model, missing
+    return model, set(info["missing_keys"])
+
+
+def _list_problems(
+    name: str, model: Any, info: Any, may_lack: Collection[str], may_hold: Collection[str]
+) -> list[Problem]:
+    """Return the differences between the tensors of a checkpoint and those of its architecture."""
+    architecture, remedy = type(model).__name__, f"name a complete {type(model).__name__} checkpoint"
+    # Weights of other pipeline stages are unexpected here, but not in the whole model.
+    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())
+    mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
+    # transformers does not tie weights that differ in the checkpoint, and other programs ignore one of them.
+    tied = set() if elsewhere else {*model.get_expanded_tied_weights_keys(all_submodels=True)}
+    own = f"the configuration of {name} ties weights to others from which they differ in its checkpoint:"
+    return [
+        Problem("model_name_or_path", f"{found} {list_first(sorted(keys))}", remedy)
+        for found, keys, remedy in (
+            (f"the checkpoint of {name} lacks", set(info["missing_keys"]) - set(may_lack), remedy),
+            (f"{architecture} has no weights called", set(info["unexpected_keys"]) - set(may_hold) - elsewhere, remedy),
+            (f"the checkpoint of {name} has other shapes:", mismatched, remedy),
+            (own, tied - {*model.all_tied_weights_keys}, "write tie_word_embeddings: false into its config.json"),
+        )
+        if keys
+    ]
 
 
 def list_cautions(model: Any, model_config: PreTrainedConfig, *, is_quantized: bool) -> list[str]:
@@ -461,6 +478,8 @@ def without_report() -> Iterator[None]:
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
+    if name.endswith(".gguf") or (any(Path(name).glob("*.gguf")) and not (Path(name) / "config.json").exists()):
+        return f"{name} is in llama.cpp's format, GGUF", "name the safetensors model that it was converted from"
     # transformers wraps exceptions of huggingface_hub in OSError.
     causes = list(iterate_causes(error))
     for kind, found, remedy in _REASONS:
