@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from tests.forked import run_python
 from transformers import IntervalStrategy
-from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import set_tqdm_hook
 
 import recipes_lib
 from recipes_lib import check, load_run, train
@@ -89,9 +89,9 @@ def test_train_is_independent_of_working_directory_and_restores_progress_bars(
         return train_step(self, *arguments)
 
     monkeypatch.setattr(SFTTrainer, "training_step", leave)
-    enable_progress_bar()
+    previous = set_tqdm_hook(show := lambda factory, args, kwargs: factory(*args, **kwargs))
     run = train("sft", keys, output_dir="run", save_strategy="steps", save_steps=1)
-    assert is_progress_bar_enabled()
+    assert set_tqdm_hook(previous) is show
     assert run.path == tmp_path / "run"
     assert run.facts["config"]["output_dir"] == "run", "a record names no folder of this machine"
     assert {"model.safetensors", "checkpoint-2", "report.html"} <= {path.name for path in run.path.iterdir()}

@@ -148,8 +148,8 @@ def _preserving_state() -> Iterator[None]:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
-        if (logging := sys.modules.get("transformers.utils.logging")) and logging.is_progress_bar_enabled():
-            stack.callback(logging.enable_progress_bar)
+        if logging := sys.modules.get("transformers.utils.logging"):
+            stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(None))
         if numpy is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:

@@ -286,7 +286,7 @@ COMPATIBLE = {
     ],
     "pretrain": [
         "dtype: bfloat16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True",
-        "dtype: bfloat16\noptim: adamw_torch_8bit\noptim_args: bf16_stochastic_round=True",
+        "dtype: bfloat16\noptim: adamw_torch_8bit\noptim_args: bf16_stochastic_round = true",
         "dtype: bfloat16\noptim: adamw_bf16_stochastic",
     ],
     "sft": [

@@ -74,6 +74,10 @@ def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) ->
         ({"hidden_size": 8}, "unknown model_type None", "such as llama"),
         ({"model_type": ["llama"]}, "unknown model_type ['llama']", "did you mean `llama`?"),
         ({"model_type": "llama", "hiden_size": 8}, "a llama model has no `hiden_size`", "did you mean `hidden_size`?"),
+        ({"model_type": "deepseek_v3", "head_dim": 8}, "a deepseek_v3 model has no `head_dim`", "`v_head_dim`"),
+        (SMALL | {"model_type": "llama", "num_key_value_heads": 3}, "`num_key_value_heads` (3) contradict", "heads: 4"),
+        (SMALL | {"model_type": "llama", "num_key_value_heads": 8}, "`num_key_value_heads` (8) contradict", "divisor"),
+        (SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 2}, "`num_key_value_heads` (2)", "heads: 4"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
     ],
 )
@@ -84,6 +88,15 @@ def test_invalid_model_config_is_refused(tiny_tokenizer, architecture, found: st
     assert problem.where == "model_config"
     assert found in problem.found
     assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_keys_that_only_the_layers_read_have_an_effect(tiny_tokenizer, model_type: str) -> None:
+    architecture = SMALL | {"model_type": model_type, "num_key_value_heads": 2, "head_dim": 12}
+    config = build_model_config(architecture, tiny_tokenizer, 64)
+    model = start_causal_lm(ModelConfig(model_config=architecture), config, "sdpa", seed=0)
+    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 12
+    assert type(config).from_dict(config.to_dict()).head_dim == 12
 
 
 @pytest.mark.parametrize(

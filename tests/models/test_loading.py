@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto import tokenization_auto
-from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import enable_progress_bar, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -121,6 +121,33 @@ def test_missing_unexpected_and_mismatched_weights_are_reported_together(model_d
         "LlamaForCausalLM has no weights called score.weight",
         f"the checkpoint of {model_dir} has other shapes: model.embed_tokens.weight (511, 64) for (512, 64)",
     ]
+
+
+def test_tied_weights_that_differ_are_refused(model_dir: Path) -> None:
+    """transformers leaves them untied, as saved; vLLM and llama.cpp tie them."""
+    edit_json(model_dir / "config.json", tie_word_embeddings=True)
+    weights = load_file(model_dir / "model.safetensors")
+    _, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert "ties weights to others from which they differ in its checkpoint: lm_head.weight" in found
+    assert remedy == "write tie_word_embeddings: false into its config.json"
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    model = load_causal_lm(config_for(model_dir), "sdpa")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_adapter_in_the_folder_of_a_model_is_refused(model_dir: Path) -> None:
+    (model_dir / "adapter_config.json").write_text("{}")
+    _, found, _ = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
+    assert found == f"{model_dir} has a model and an adapter"
+
+
+@pytest.mark.parametrize("name", ["", "model-q4_0.gguf"])
+def test_gguf_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model-q4_0.gguf").write_bytes(b"GGUF")
+    _, found, remedy = catch_problem(lambda: load_tokenizer(config_for(tmp_path / name), TokensConfig()))
+    assert "GGUF" in found
+    assert "it was converted from" in remedy
 
 
 def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
@@ -389,13 +416,19 @@ def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_bars_of_loading_are_hidden_and_those_of_downloads_unchanged(tiny_model_dir: Path, is_shown: bool) -> None:
+def test_bars_of_loading_are_hidden_and_other_bars_unchanged(
+    tiny_model_dir: Path, is_shown: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     enable_progress_bar()
+    previous = set_tqdm_hook(None)
     if not is_shown:
         hub_progress.disable_progress_bars()
     try:
         load_causal_lm(config_for(tiny_model_dir), "eager")
-        assert not is_progress_bar_enabled()
+        assert not capfd.readouterr().err
         assert hub_progress.are_progress_bars_disabled() is not is_shown
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        assert "Loading weights" in capfd.readouterr().err, "the caller's own loading has its bar again"
     finally:
         hub_progress.enable_progress_bars()
+        set_tqdm_hook(previous)

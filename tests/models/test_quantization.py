@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
@@ -21,6 +29,7 @@ from recipes_lib.models.quantization import (
     build_quantization_config,
     check_quantization,
     count_quantized_bytes,
+    find_unquantized,
 )
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.training.trainers.trained_model import load_verified_config
@@ -229,6 +238,21 @@ def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
             held += [state.absmax, *([state.state2.absmax] if state.nested else [])]
     real = sum(t.numel() * t.element_size() for t in {id(t): t for t in held if t is not None}.values())
     assert count_quantized_bytes(empty, config) == pytest.approx(real, rel=5e-3)
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8"])
+def test_experts_that_stay_unquantised_are_counted(tiny_model_dir, tmp_path, caplog, bits):
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    full = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    full.save_pretrained(tmp_path)
+    load(tiny_model_dir, BITS[bits])
+    assert "experts" not in caplog.text
+    model = load(tmp_path, BITS[bits])
+    kept = sum(
+        p.numel() for layer in model.model.layers for p in layer.mlp.experts.parameters() if p.dtype.itemsize > 1
+    )
+    assert find_unquantized(model) == find_unquantized(full), "also before loading, as in recipes check"
+    assert f"{kept / 1e6:,.1f} M of {full.num_parameters() / 1e6:,.1f} M parameters are experts" in caplog.text
 
 
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])

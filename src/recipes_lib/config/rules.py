@@ -36,8 +36,12 @@ _HAVE_REFERENCE: Final = tuple(
     loss for loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"] if loss not in ("simpo", "orpo", "sft")
 )
 _ADAPTER_KEYS: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
+STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
+"""Value of ``optim`` that selects ``StochasticAdamW``."""
 _ROUNDING_OPTIMIZERS: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """torchao optimizers with the argument ``bf16_stochastic_round``; transformers ignores it for others."""
+_ROUNDING = re.compile(r"\bbf16_stochastic_round=(y|yes|t|true|on|1)\b", re.IGNORECASE)
+"""That argument in ``optim_args``, with the values that transformers reads as true."""
 _NEEDED_OPTIONS: Final = {
     "warmup_stable_decay": {"num_decay_steps"},
     "cosine_with_min_lr": {"min_lr", "min_lr_rate"},
@@ -324,17 +328,32 @@ def check_start(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
+def requests_rounding(optim_args: str | None) -> bool:
+    """Return whether ``optim_args`` request stochastic rounding of bfloat16 weights."""
+    return _ROUNDING.search((optim_args or "").replace(" ", "")) is not None
+
+
+def loses_updates(dtype: str, optim: str, optim_args: str | None) -> bool:
+    """Return whether updates of master weights are rounded to 16 bits, but not stochastically.
+
+    Args:
+        dtype: Name of the dtype of the weights, such as ``bfloat16``.
+        optim: Key of the recipe.
+        optim_args: Key of the recipe.
+    """
+    rounds = optim == STOCHASTIC_ADAMW or (optim in _ROUNDING_OPTIMIZERS and requests_rounding(optim_args))
+    return dtype == "float16" or (dtype == "bfloat16" and not rounds)
+
+
 def check_precision(settings: Settings) -> Iterator[Problem]:
     """16-bit master weights lose small updates, unless the optimizer rounds stochastically."""
-    dtype, optim = settings["dtype"], settings["optim"]
-    is_requested = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
-    rounds = optim == "adamw_bf16_stochastic" or (is_requested and optim in _ROUNDING_OPTIMIZERS)
+    dtype, optim, optim_args = settings["dtype"], settings["optim"], settings["optim_args"]
     # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of the weight.
-    if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
+    if loses_updates(dtype, optim, optim_args):
         found = f"`dtype: {dtype}` stores the master weights, and an update below 1/256 of a weight is rounded to 0"
         remedy = "delete the line (`bf16` computes in bfloat16 anyway), or write `optim: adamw_bf16_stochastic`"
         yield settings.problem("dtype", found, remedy)
-    if is_requested and optim not in _ROUNDING_OPTIMIZERS:
+    if requests_rounding(optim_args) and optim not in _ROUNDING_OPTIMIZERS:
         found = f"`optim_args: bf16_stochastic_round` needs `optim: {' or '.join(_ROUNDING_OPTIMIZERS)}`"
         yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
 

@@ -36,7 +36,7 @@ from recipes_lib.files import (
     verify_fields,
 )
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
-from recipes_lib.models.loading import load_model_config, verify_unsharded
+from recipes_lib.models.loading import load_model_config, verify_folder
 
 RECORD: Final = "eval.json"
 SAMPLES: Final = "samples.jsonl"
@@ -199,7 +199,7 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     name, revision = config.model_name_or_path, config.model_revision
     if config.base_url is not None:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
-    verify_unsharded(name)
+    verify_folder(name)
     adapter = find_adapter(name, revision)
     # PEFT would search the Hub for missing weights.
     if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():

@@ -135,10 +135,14 @@ class Inspection(ABC):
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
-        from recipes_lib.models.loading import load_tokenizer
-        from recipes_lib.models.structure import find_dropped_modules
+        from recipes_lib.models.loading import list_cautions, load_tokenizer, verify_folder
+        from recipes_lib.models.model_files import find_damage
         from recipes_lib.training.layouts.memory_layout import verify_model
 
+        if name := self.config.model.model_name_or_path:
+            verify_folder(name)
+            if damage := find_damage(Path(name)):  # No error: the machine of the run may have the weights.
+                report(f"warning: {name}: {damage}")
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
         self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
@@ -151,7 +155,7 @@ class Inspection(ABC):
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
-        if caution := find_dropped_modules(model, self.model_config):
+        for caution in list_cautions(model, self.model_config, is_quantized=self.config.quantization.is_quantized):
             report(f"warning: {caution}")
 
     @abstractmethod

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -28,7 +32,7 @@ from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_c
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.models.structure import freeze_outside_text
+from recipes_lib.models.structure import freeze_outside_text, list_layer_configs
 
 VOCAB_MULTIPLE: Final = 64
 """Vocabulary sizes are rounded up to a multiple of this, which is faster on tensor cores."""
@@ -70,7 +74,7 @@ def build_model_config(
 
     Raises:
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
-            unknown key.
+            unknown key. Or the numbers of heads contradict each other.
     """
     given = dict(architecture)
     model_type = given.pop("model_type", None)
@@ -79,7 +83,7 @@ def build_model_config(
         raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
     config_class = CONFIG_MAPPING[model_type]
     aliases = getattr(config_class, "attribute_map", {})
-    known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
+    known = {field.name for field in dataclasses.fields(config_class)} | set(aliases) | _list_optional(config_class)
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
     # Ceiling division.
@@ -98,6 +102,7 @@ def build_model_config(
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
+    _verify_heads(model_config.get_text_config())
     return model_config
 
 
@@ -149,6 +154,27 @@ def start_causal_lm(
     model.config.use_cache = False
     model.train()
     return model
+
+
+def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Return the keys without a field of the class that layers read if they are set, as ``head_dim`` of Qwen3 MoE."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    source = inspect.getsource(sys.modules[model_class.__module__]) if model_class else ""
+    return set(re.findall(r'self\.(\w+) = getattr\(config, "\1"', source))
+
+
+def _verify_heads(text_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` if query heads cannot share the key heads, for which torch would raise in training."""
+    for layer in list_layer_configs(text_config):
+        num_heads, num_keys = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+        if not num_heads or not num_keys:
+            continue
+        # Multi-head latent attention computes a key for every head, and repeats them by the quotient.
+        is_latent = getattr(layer, "kv_lora_rank", None)
+        if num_heads // num_keys > 1 if is_latent else num_heads % num_keys:
+            found = f"`num_attention_heads` ({num_heads}) and `num_key_value_heads` ({num_keys}) contradict each other"
+            remedy = f"write num_key_value_heads: {num_heads}" + ("" if is_latent else ", or a divisor of it")
+            raise ConfigError(Problem("model_config", found, remedy))
 
 
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:

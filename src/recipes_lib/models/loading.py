@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars  # type: ignore[attr-defined]
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,7 +34,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
@@ -44,7 +43,7 @@ from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
-from recipes_lib.models.quantization import check_quantization, keep_differentiable
+from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
@@ -209,19 +208,29 @@ def load_causal_lm(
     return model
 
 
-def hide_progress_bars() -> None:
-    """Hide transformers' progress bars of loading and saving, one per process; those of downloads are kept."""
-    has_downloads = not are_progress_bars_disabled()
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    # Upstream hides those of the Hub too, without which a download of minutes looks like a hang.
-    if has_downloads:
-        enable_progress_bars()
+def hide_progress_bars() -> Any:
+    """Hide transformers' progress bars of loading and saving; those of downloads are kept.
+
+    Returns:
+        Argument of ``set_tqdm_hook`` that restores the previous state.
+    """
+    # ``disable_progress_bar`` hides those of the Hub too, without which a download of minutes looks like a hang.
+    return set_tqdm_hook(lambda _, args, kwargs: EmptyTqdm(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
-def verify_unsharded(name: str) -> None:
-    """Raise a ``ConfigError`` if a model is a training checkpoint in shards, which only resuming can load."""
-    if (Path(name) / MODEL_SHARDS).is_dir() and not is_model(Path(name)):
+def verify_folder(name: str) -> None:
+    """Raise a ``ConfigError`` for a folder that is no model: a training checkpoint in shards, or with an adapter in it.
+
+    Args:
+        name: Folder; Hub ids pass.
+    """
+    folder, found = Path(name), ""
+    if (folder / MODEL_SHARDS).is_dir() and not is_model(folder):
         found, remedy = f"{name} is a checkpoint in shards", f"run `recipes export {name} FOLDER`, and name FOLDER"
+    elif all((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        # transformers would load the sum of both, and train nothing.
+        found, remedy = f"{name} has a model and an adapter", "move adapter_config.json and its weights elsewhere"
+    if found:
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
@@ -253,7 +262,7 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
-    verify_unsharded(name)
+    verify_folder(name)
     # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
@@ -276,24 +285,9 @@ def load_pretrained(
             **options,
         )
     model, info = loaded
-    architecture, missing = type(model).__name__, set(info["missing_keys"])
-    # Weights of other pipeline stages are unexpected here, but not in the whole model.
-    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())
-    mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
-    problems = [
-        Problem(
-            "model_name_or_path", f"{found} {list_first(sorted(keys))}", f"name a complete {architecture} checkpoint"
-        )
-        for found, keys in (
-            (f"the checkpoint of {name} lacks", missing - set(may_lack)),
-            (f"{architecture} has no weights called", set(info["unexpected_keys"]) - set(may_hold) - elsewhere),
-            (f"the checkpoint of {name} has other shapes:", mismatched),
-        )
-        if keys
-    ]
-    if problems:
+    if problems := _list_problems(name, model, info, may_lack, may_hold):
         raise ConfigError(*(_explain_quantization(config) or problems))
-    if caution := find_dropped_modules(model, load_model_config(config)[0]):
+    for caution in list_cautions(model, load_model_config(config)[0], is_quantized=quantization is not None):
         logger.warning("%s: %s", name, caution)
     freeze_outside_text(model)
     register_gather_hooks(model)
@@ -308,7 +302,42 @@ def load_pretrained(
         model.has_router_loss, text.output_router_logits = True, False
     # from_pretrained returns the model in evaluation mode.
     model.train()
-    return model, missing
+    return model, set(info["missing_keys"])
+
+
+def _list_problems(
+    name: str, model: Any, info: Any, may_lack: Collection[str], may_hold: Collection[str]
+) -> list[Problem]:
+    """Return the differences between the tensors of a checkpoint and those of its architecture."""
+    architecture, remedy = type(model).__name__, f"name a complete {type(model).__name__} checkpoint"
+    # Weights of other pipeline stages are unexpected here, but not in the whole model.
+    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())
+    mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
+    # transformers does not tie weights that differ in the checkpoint, and other programs ignore one of them.
+    tied = set() if elsewhere else {*model.get_expanded_tied_weights_keys(all_submodels=True)}
+    own = f"the configuration of {name} ties weights to others from which they differ in its checkpoint:"
+    return [
+        Problem("model_name_or_path", f"{found} {list_first(sorted(keys))}", remedy)
+        for found, keys, remedy in (
+            (f"the checkpoint of {name} lacks", set(info["missing_keys"]) - set(may_lack), remedy),
+            (f"{architecture} has no weights called", set(info["unexpected_keys"]) - set(may_hold) - elsewhere, remedy),
+            (f"the checkpoint of {name} has other shapes:", mismatched, remedy),
+            (own, tied - {*model.all_tied_weights_keys}, "write tie_word_embeddings: false into its config.json"),
+        )
+        if keys
+    ]
+
+
+def list_cautions(model: Any, model_config: PreTrainedConfig, *, is_quantized: bool) -> list[str]:
+    """Return what a loaded model lacks that its name promises: modules, or the quantisation of its experts.
+
+    Args:
+        model: Model that an auto class of transformers built.
+        model_config: Configuration of its checkpoint.
+        is_quantized: Whether its linear layers are quantised.
+    """
+    cautions = [find_dropped_modules(model, model_config), find_unquantized(model) if is_quantized else None]
+    return [caution for caution in cautions if caution]
 
 
 def _explain_quantization(config: ModelConfig) -> list[Problem]:
@@ -433,7 +462,7 @@ def explained(key: str, name: str) -> Iterator[None]:
 @contextmanager
 def without_report() -> Iterator[None]:
     """Suppress transformers' bars, and its report of missing and unexpected weights, which the caller checks."""
-    hide_progress_bars()
+    previous = hide_progress_bars()
     loader = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -444,10 +473,13 @@ def without_report() -> Iterator[None]:
         yield
     finally:
         loader.removeFilter(is_other)
+        set_tqdm_hook(previous)
 
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
+    if name.endswith(".gguf") or (any(Path(name).glob("*.gguf")) and not (Path(name) / "config.json").exists()):
+        return f"{name} is in llama.cpp's format, GGUF", "name the safetensors model that it was converted from"
     # transformers wraps exceptions of huggingface_hub in OSError.
     causes = list(iterate_causes(error))
     for kind, found, remedy in _REASONS:

@@ -113,6 +113,24 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
     return rest + sum(round(layer.weight.numel() * (0.5 + count_scale_bytes(config))) for layer in layers)
 
 
+def find_unquantized(model: Any) -> str | None:
+    """Return a caution if experts keep their dtype, as those that transformers stores in one tensor per layer.
+
+    Args:
+        model: Model before or after quantisation.
+    """
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tensors = {name: tensor.numel() for name, tensor in model.named_parameters() if tensor.dim() > 1}
+    experts = sum(count for name, count in tensors.items() if "expert" in name and name not in layers)
+    total = model.num_parameters()
+    if not experts:
+        return None
+    return (
+        f"bitsandbytes quantises linear layers alone: {experts / 1e6:,.1f} M of {total / 1e6:,.1f} M parameters are "
+        "experts, which keep their dtype"
+    )
+
+
 def count_scale_bytes(config: QuantizationConfig) -> float:
     """Return the bytes of scales per 4-bit weight, which bitsandbytes keeps outside of the parameter."""
     return (1 + 4 / 256) / 64 if config.use_bnb_nested_quant else 4 / 64

@@ -206,7 +206,8 @@ def test_tokens_are_compared_with_chinchilla_rule(plan, num_tokens: int, verdict
 
 
 def test_operations_of_experts_count_active_parameters(plan) -> None:
-    architecture = TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    architecture = TINY | {"model_type": "mixtral"} | experts
     output = plan(model_config=architecture)
     total, active = (read_count(rf"([\d,]+) {word}", output) for word in ("parameters", "active"))
     assert total - active == 2 * 6 * 3 * 64 * 128

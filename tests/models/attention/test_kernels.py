@@ -162,6 +162,14 @@ def test_verify_isolation_detects_leaking_kernel(name: str) -> None:
         verify_isolation(make_model(MIXING[name], "eager"), "rows")
 
 
+def test_weight_that_is_not_finite_is_no_fault_of_packing() -> None:
+    model = make_model(CONFIGS["llama"], "sdpa")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(ConfigError, match="outputs are not finite"):
+        verify_isolation(model, "rows")
+
+
 def test_verify_isolation_detects_cache_and_mask_of_ones() -> None:
     for extra in ({"use_cache": True}, {"attention_mask": torch.ones(1, 16, dtype=torch.long)}):
         model = make_model(CONFIGS["llama"], "sdpa")

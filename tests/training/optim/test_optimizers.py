@@ -57,7 +57,10 @@ def build_optimizer(model, tmp_path, optim, **training):
         ("float32", "adamw_torch_fused", None, False),
         ("bfloat16", "adamw_torch_fused", None, True),
         ("float16", "adamw_torch_8bit", "bf16_stochastic_round=False", True),
+        ("float16", "adamw_torch_8bit", "bf16_stochastic_round=True", True),
         ("bfloat16", "adamw_torch_8bit", "bf16_stochastic_round=True", False),
+        ("bfloat16", "adamw_torch_4bit", "bf16_stochastic_round = true", False),
+        ("bfloat16", "adamw_torch_fused", "bf16_stochastic_round=True", True),
         ("bfloat16", "adamw_bf16_stochastic", None, False),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -303,8 +304,12 @@ def verify_isolation(model: Any, layout: Layout) -> None:
             rounding = measure_rounding(model, lambda: _run_packed(model, documents, layout)[1], together[1])
             eps = find_rounding_error(together[0])
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", _OTHERWISE)) from error
+        remedy = f"{_OTHERWISE}; a model whose sizes contradict each other fails on any batch"
+        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
     scale = max(states.abs().max().item() for states in together)
+    if not math.isfinite(scale):
+        found = "the model's outputs are not finite: a weight is not, or the dtype overflows"
+        raise ConfigError(Problem("model_name_or_path", found, "name an intact model, or write dtype: float32"))
     # Beside a changed document, only mixtures of experts differ by rounding, since the tokens of an expert change.
     for others, allowed in ((swapped, max(1e-4 * scale, rounding)), (beside_another, scale * max(1e-5, 4 * eps))):
         difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))

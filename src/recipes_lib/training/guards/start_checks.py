@@ -247,7 +247,11 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def verify_accumulation(trainer: TrainerView) -> str:
     """Compare the loss of two rows as two micro-batches and as one; every process must call.
 
-    Runs six rows forward, two of them to measure rounding, without dropout; leaves no trace in counts or random states.
+    The losses of two rows may be close to each other, and so may their means over tokens and over micro-batches. The
+    share of the row with fewer terms is therefore compared with its loss in a step of its own.
+
+    Runs seven rows forward, two of them to measure rounding, without dropout; leaves no trace in counts or random
+    states.
 
     Returns:
         Log line with the result.
@@ -263,9 +267,10 @@ def verify_accumulation(trainer: TrainerView) -> str:
         return f"accumulation: not checked, since fewer than two of the first {NUM_CANDIDATES} rows have targets"
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
         # ``preserve_training_state`` switches to evaluation mode: dropout masks would differ between the two.
-        compute_apart = partial(_compute_objective, trainer, [[row] for row in rows])
-        objective, together = compute_apart(), float(_compute_objective(trainer, [rows]))
-        apart, rounding = float(objective), measure_rounding(trainer.model_wrapped, compute_apart, objective)
+        compute, each = partial(_compute_losses, trainer), [[row] for row in rows]
+        (losses, num_terms), (alone, num_own) = compute(each), compute(each[:1])
+        apart, together = losses.sum(), float(compute([rows])[0])
+        rounding = measure_rounding(trainer.model_wrapped, lambda: compute(each)[0].sum(), apart)
     dtype = get_rounding_dtype(trainer.model, trainer.args)
     allowed = max(TOLERANCE[dtype] * max(1.0, abs(together)), rounding)
     if not math.isfinite(together):
@@ -279,10 +284,18 @@ def verify_accumulation(trainer: TrainerView) -> str:
             f"{allowed:.1g}. The loss is not divided by the terms of the whole step, so that results depend on "
             "gradient_accumulation_steps and the number of processes"
         )
+    share, expected = float(losses[0]), float(alone * num_own / num_terms)
+    # Pairs have one term each, and means over their tokens besides.
+    if num_own * 2 != num_terms and not abs(share - expected) <= allowed:
+        raise DivergedError(
+            f"a row with {num_own} of the {num_terms} terms of a step of two micro-batches contributes {share:.6f} to "
+            f"its loss, and not {expected:.6f}: the loss is a mean over micro-batches, not over terms"
+        )
     return f"accumulation: two rows have the loss {together:.6f} as one micro-batch and as two, +-{allowed:.1g}"
 
 
-def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> Tensor:
+def _compute_losses(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> tuple[Tensor, Tensor]:
+    """Return the contribution of each micro-batch to the loss of a step, and the number of terms of the step."""
     batches = [trainer.data_collator(list(rows)) for rows in groups]
     batches, num_terms = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
     trainer.current_gradient_accumulation_steps = len(batches)
@@ -299,8 +312,8 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
     finally:
         trainer.router_aux_loss_coef = coefficient
     # Every process computes the same rows, and its loss is multiplied by the world size: the mean is the loss.
-    objective: Tensor = trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean")
-    return objective
+    reduced: Tensor = trainer.accelerator.reduce(torch.stack(losses).float(), reduction="mean")
+    return reduced, num_terms
 
 
 def _choose_rows(trainer: TrainerView) -> list[Any]:

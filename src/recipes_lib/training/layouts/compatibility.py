@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.recipes import read_lists
+from recipes_lib.config.rules import STOCHASTIC_ADAMW
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch
@@ -79,8 +80,6 @@ BITSANDBYTES: Final = (
     *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
 )
 """Values of ``optim`` that bitsandbytes implements."""
-STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
-"""Value of ``optim`` that selects ``StochasticAdamW``."""
 _NOT_SHARDED: Final = (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW, "adamw_torch_4bit")
 
 

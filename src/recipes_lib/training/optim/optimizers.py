@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim.optimizer import ParamsT, StateDict
 from transformers import TrainingArguments
 
+from recipes_lib.config.rules import STOCHASTIC_ADAMW, loses_updates
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.training.layouts.compatibility import BITSANDBYTES, STOCHASTIC_ADAMW
+from recipes_lib.training.layouts.compatibility import BITSANDBYTES
 
 _DROPPED_BITS = 16
 """Bits of a float32 that a bfloat16 lacks: bfloat16 is its upper half."""
@@ -345,11 +346,10 @@ def warn_of_rounding(dtypes: Iterable[torch.dtype], optim: str, optim_args: str 
 
     Args:
         dtypes: Dtypes of the trained weights.
-        optim: Name of the optimizer or of its class.
+        optim: Key of the recipe.
         optim_args: Key of the recipe.
     """
-    rounds = optim in (STOCHASTIC_ADAMW, StochasticAdamW.__name__) or "bf16_stochastic_round=True" in (optim_args or "")
-    if not rounds and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes):
+    if any(loses_updates(str(dtype).removeprefix("torch."), optim, optim_args) for dtype in dtypes):
         yield (
             "warning: trained weights have 16 bits, so that most updates, those below 1/256 of a weight, are rounded "
             "to 0: write `dtype: float32` (`bf16` computes in bfloat16 anyway), or train an adapter"
@@ -364,20 +364,22 @@ def format_group(row: GroupRow) -> str:
     )
 
 
-def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, optim_args: str | None) -> Iterator[str]:
+def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, args: TrainingArguments) -> Iterator[str]:
     """Yield a log line for each parameter group, and the warning of ``warn_of_rounding``.
 
     Args:
         optimizer: As for ``describe_groups``.
         model: As for ``describe_groups``.
-        optim_args: Key of the recipe.
+        args: Arguments of the trainer.
     """
     rows = describe_groups(optimizer, model)
     yield from map(format_group, rows)
     # Of the optimizer's tensors: DeepSpeed trains a model of 16 bits by copies in float32.
     dtypes = (parameter.dtype for group in optimizer.param_groups for parameter in group["params"])
     if rows:  # The groups of ZeRO-3 are empty.
-        yield from warn_of_rounding(dtypes, rows[0].optimizer, optim_args)
+        # ``args`` has another optimizer in place of one that upstream does not have.
+        optim = STOCHASTIC_ADAMW if rows[0].optimizer == StochasticAdamW.__name__ else args.optim
+        yield from warn_of_rounding(dtypes, optim, args.optim_args)
 
 
 def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:

@@ -13,6 +13,7 @@ from torch.utils.data import Sampler, SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
+from recipes_lib.config.rules import STOCHASTIC_ADAMW
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
@@ -23,7 +24,6 @@ from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.layouts.compatibility import STOCHASTIC_ADAMW
 from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer

@@ -499,7 +499,7 @@ class _LogParameterGroups(TrainerCallback):
         self._say = say
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args.optim_args):
+        for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args):
             self._say(line)
 
 
