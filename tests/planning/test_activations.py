@@ -8,6 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -120,6 +122,22 @@ def test_eager_attention_keeps_quadratic_probabilities() -> None:
     """Probabilities in 32 and 16 bits, without the log-sum-exp of each row."""
     more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
     assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
+
+
+def test_latent_attention_keeps_no_quadratic_probabilities() -> None:
+    """Values are narrower than keys; the activations of a layer are proportional to the length of a row."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    config = DeepseekV3Config(vocab_size=32, num_hidden_layers=2, first_k_dense_replace=2, **sizes, **ranks)
+
+    def count(length: int) -> int:
+        with torch.device("meta"):
+            model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
+            add_loss_head(model)
+        with on_fakes(model, is_half=True):
+            return count_activations(model, 2, length, length - 1).layers[1].total
+
+    assert count(96) == 3 * count(32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
