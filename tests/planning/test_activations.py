@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -124,15 +124,20 @@ def test_eager_attention_keeps_quadratic_probabilities() -> None:
     assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
 
 
-def test_latent_attention_keeps_no_quadratic_probabilities() -> None:
-    """Values are narrower than keys; the activations of a layer are proportional to the length of a row."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
-    ranks = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-    config = DeepseekV3Config(vocab_size=32, num_hidden_layers=2, first_k_dense_replace=2, **sizes, **ranks)
+LATENT = DeepseekV3Config(
+    **{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2},
+)
+
+
+@pytest.mark.parametrize("config", [LATENT, GPT2Config(vocab_size=32, n_layer=2, n_embd=64, n_head=4, attn_pdrop=0.1)])
+def test_no_probabilities_are_kept_with_latent_attention_or_dropout(config) -> None:
+    """The activations of a layer are proportional to the length of a row."""
 
     def count(length: int) -> int:
         with torch.device("meta"):
-            model = DeepseekV3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
             add_loss_head(model)
         with on_fakes(model, is_half=True):
             return count_activations(model, 2, length, length - 1).layers[1].total

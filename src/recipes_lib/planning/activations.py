@@ -44,11 +44,21 @@ CAUSAL: Final = "causal_without_mask"
 
 
 def _attend(
-    module: Any, query: Any, key: Any, value: Any, *mask: Any, softcap: float | None = None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *mask: Any,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks."""
+    """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks.
+
+    On a CPU, sdpa would save T x T probabilities with dropout, whose seed GPUs save instead, and with values narrower
+    than keys (latent attention, MLA), which GPUs pad.
+    """
     width = value.shape[-1]
-    # Latent attention (MLA): for values narrower than keys, sdpa on a CPU would save the T x T probabilities.
     if width < key.shape[-1]:
         value = functional.pad(value, (0, key.shape[-1] - width))
     output, _ = sdpa_attention_forward(module, query, key, value, *mask, **options)
