@@ -416,15 +416,18 @@ def _list_smaller_batches(config: RecipeConfig) -> Iterator[dict[str, Any]]:
     """Yield keys with which an iteration of reinforcement learning needs less and less memory for the same answers."""
     keys = dict[str, Any]()
     if not config.read("activation_checkpointing"):
-        yield (keys := {"activation_checkpointing": True})
+        keys = {"activation_checkpointing": True}
+        yield keys
     names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
     sampled, rows, steps = map(config.read, names)
     for factor in (2, 4, 8, 16):
         if sampled >= factor and not config.engine.use_vllm:
-            yield (keys := keys | {names[0]: sampled // factor})
+            keys = {**keys, names[0]: sampled // factor}
+            yield keys
         # Otherwise, the micro-batch determines the answers of an iteration.
         if not rows % factor and not config.training.get("steps_per_generation"):
-            yield (keys := keys | {names[1]: rows // factor, names[2]: steps * factor})
+            keys = {**keys, names[1]: rows // factor, names[2]: steps * factor}
+            yield keys
 
 
 def _join_keys(keys: Mapping[str, Any]) -> str:
