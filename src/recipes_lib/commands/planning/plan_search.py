@@ -389,9 +389,9 @@ def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeCon
         # The search tries every micro-batch, and recomputation.
         shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
     else:
-        for keys in _list_smaller_batches(config):
-            change = ", ".join(f"{key}: {json.dumps(value)}" for key, value in keys.items())
-            yield change, config.with_training(keys), number
+        for batch in _list_smaller_batches(config):
+            change = ", ".join(f"{key}: {json.dumps(value)}" for key, value in batch.items())
+            yield change, config.with_training(batch), number
     for part in (part for part in (length // 2, length // 4) if part > shortest):
         tokens = dataclasses.replace(config.tokens, max_length=part)
         yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
