@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_USER, ConfigError
+from recipes_lib.errors import EXIT_BUG, EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_USER, ConfigError
 from recipes_lib.training.layouts.launch_environment import Launch, expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
@@ -347,6 +347,19 @@ def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message)
     assert done.returncode == code, done.stderr
     assert re.search(message, done.stderr)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machine_that_waits_in_vain_is_no_traceback(rank, capfd):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    machines = ["--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1"]
+    file = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml"), "--num_processes", "2"]
+    flags = [*file, *machines, "--main_process_port", str(port), "--rdzv_conf", "timeout=1"]
+    assert launching.run_processes([*flags, "recipe.py"]) == EXIT_BUG
+    error = capfd.readouterr().err
+    assert f"recipes launch: not all machines came to 127.0.0.1:{port}: " in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(("codes", "code"), [((1, 3), 3), ((1, 2), 2), ((1, 4), 4), ((1, -9), 1), ((75, 1), 75)])

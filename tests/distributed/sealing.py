@@ -120,12 +120,30 @@ def choose(output_dir: Path) -> None:
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 
+def dry_run(args: TrainingArguments) -> None:
+    """Make the dry run of a replicated model, of which the main process alone writes a file."""
+    saver = CheckpointSaver(args, print if args.process_index == 0 else str)
+
+    def stage(name: str) -> Staged:
+        folder = saver.open(1, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        return Staged(folder, 1, [partial((folder / "scheduler.pt").write_bytes, bytes(100))], lambda: None)
+
+    saver.dry_run(stage, lambda: 100, num_steps=4, num_epochs=None, model_bytes=100)
+
+
 def main() -> None:
-    """Save two checkpoints, the second with the fault, and print errors; or ``choose`` a checkpoint."""
+    """Save two checkpoints, the second with the fault, and print errors; or ``choose`` one, or make a dry run."""
     output_dir, fault = Path(sys.argv[1]), sys.argv[2]
     args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, report_to="none")
     if fault == "choose":
         choose(output_dir)
+        return
+    if fault in ("together", "apart"):
+        if fault == "apart":
+            args.output_dir = str(output_dir / str(args.process_index))
+            Path(args.output_dir).mkdir()
+        dry_run(args)
         return
     model, optimizer = build()
     sharded_states.safe_open = LoggedFile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -35,6 +36,13 @@ def test_fault_on_one_rank_fails_all_and_publishes_nothing(fault, message, tmp_p
     clear_leftovers(tmp_path)
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-1"
     assert find_damage(tmp_path / "checkpoint-1") is None
+
+
+@pytest.mark.parametrize(("folders", "count"), [("together", 0), ("apart", 1)])
+def test_dry_run_reports_output_dir_that_is_not_shared(folders, count, tmp_path: Path) -> None:
+    output = run_forked(sealing.__name__, tmp_path, folders)
+    assert output.count("written and opened again") == 1, output
+    assert output.count(f"no resume: {platform.node()} does not see checkpoints; put output_dir on storage") == count
 
 
 @pytest.fixture(scope="module")

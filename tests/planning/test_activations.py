@@ -8,6 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -120,6 +122,27 @@ def test_eager_attention_keeps_quadratic_probabilities() -> None:
     """Probabilities in 32 and 16 bits, without the log-sum-exp of each row."""
     more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
     assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
+
+
+LATENT = DeepseekV3Config(
+    **{"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 2},
+)
+
+
+@pytest.mark.parametrize("config", [LATENT, GPT2Config(vocab_size=32, n_layer=2, n_embd=64, n_head=4, attn_pdrop=0.1)])
+def test_no_probabilities_are_kept_with_latent_attention_or_dropout(config) -> None:
+    """The activations of a layer are proportional to the length of a row."""
+
+    def count(length: int) -> int:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=CAUSAL)
+            add_loss_head(model)
+        with on_fakes(model, is_half=True):
+            return count_activations(model, 2, length, length - 1).layers[1].total
+
+    assert count(96) == 3 * count(32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,7 @@ from typing import Any, Final
 from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
+    EXIT_BUG,
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -174,6 +175,9 @@ def main(argv: Sequence[str]) -> int:
     sys.stderr.write(f"{machines.source}, {pluralize(num_processes, 'process')} by {file}:\n{line}\n")
     if not options.dry_run:
         _verify_port(machines)
+        if machines.num_machines > 1:
+            where = f"{machines.main_process_ip}:{machines.main_process_port}"
+            sys.stderr.write(f"waiting for {machines.num_machines} machines at {where}\n")
         expect_launch(launch)
         _execute(command, is_alone=document["distributed_type"] == "NO")
     return EXIT_DONE
@@ -252,16 +256,24 @@ def run_processes(arguments: Sequence[str]) -> int:
         arguments: Command line after ``accelerate launch``.
 
     Returns:
-        ``EXIT_PREEMPTED`` if this process was signalled; 128 plus the signal number if one has ended the other process.
+        ``EXIT_PREEMPTED`` if this process was signalled; 128 plus the signal number if one has ended the other process;
+        ``EXIT_BUG`` if not all machines have started, as for a lost process.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    options = launch_command_parser().parse_args(list(arguments))
     try:
-        launch_command(launch_command_parser().parse_args(list(arguments)))
+        launch_command(options)
     except SignalException:  # The processes have received the signal too, and had time to save.
         return EXIT_PREEMPTED
+    except DistError as error:
+        found = f"not all machines came to {options.main_process_ip}:{options.main_process_port}: {error}"
+        remedy = "start the same command on each, with its own --machine_rank, and open this port of machine 0"
+        sys.stderr.write(f"{Problem('recipes launch', found, remedy)}\n")
+        return EXIT_BUG
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
             # The launcher ends the others by SIGTERM.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -42,9 +43,26 @@ CAUSAL: Final = "causal_without_mask"
 """sdpa without a mask, as on GPUs: of fake tensors, whose values are unknown, transformers builds a mask of T x T."""
 
 
-def _attend(*states: Any, softcap: float | None = None, **options: Any) -> tuple[Tensor, None]:
-    """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks."""
-    return sdpa_attention_forward(*states, **options)
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *mask: Any,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks.
+
+    On a CPU, sdpa would save T x T probabilities with dropout, whose seed GPUs save instead, and with values narrower
+    than keys (latent attention, MLA), which GPUs pad.
+    """
+    width = value.shape[-1]
+    if width < key.shape[-1]:
+        value = functional.pad(value, (0, key.shape[-1] - width))
+    output, _ = sdpa_attention_forward(module, query, key, value, *mask, **options)
+    return output[..., :width], None
 
 
 AttentionInterface.register(CAUSAL, _attend)

@@ -154,6 +154,13 @@ ANSWERS = {
 }  # fmt: skip
 
 
+EIGHT_ROWS = "per_device_train_batch_size: 8, gradient_accumulation_steps: 16"
+SAMPLED = {
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 64, "steps_per_generation": 8,
+    "activation_checkpointing": True,
+}  # fmt: skip
+
+
 def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
@@ -166,19 +173,21 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
     ("recipe", "gigabytes", "keys", "words"),
     [
         # Shorter rows do not help.
-        ("sft", 7, {}, "the `lora` recipe on 16-bit weights (`dtype: bfloat16`)"),
-        ("sft", 4.6, {}, "`load_in_4bit: true`"),
+        ("sft", 7, {}, "the `lora` recipe on 16-bit weights (`dtype: bfloat16`) would fit"),
+        ("sft", 4.6, {}, "the `lora` recipe on 4-bit weights (`dtype: bfloat16`, `load_in_4bit: true`) would fit"),
         ("pretrain", 7.7, {"max_steps": 4}, "8 of these GPUs would fit"),
         # Sixteen rows do not divide among 32 GPUs, and FSDP2 does not support the 8-bit optimizer.
         ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory"),
         ("pretrain", 7.7, {"max_steps": 4, "optim": "adamw_8bit"}, "name GPUs with more memory"),
         # Equally many answers per iteration.
-        ("grpo", 30, ANSWERS, "per_device_train_batch_size: 4, gradient_accumulation_steps: 32 would fit"),
+        ("grpo", 30, ANSWERS, f"activation_checkpointing: true, {EIGHT_ROWS} would fit"),
+        ("grpo", 30, {**ANSWERS, "activation_checkpointing": True}, f"{EIGHT_ROWS} would fit"),
+        ("grpo", 30, {**ANSWERS, **SAMPLED}, "per_device_eval_batch_size: 16 would fit"),
         ("grpo", 30, {**ANSWERS, "steps_per_generation": 4}, "name GPUs with more memory"),
     ],
 )
 def test_misfit_suggests_smallest_change_that_fits(recipe, gigabytes, keys, words) -> None:
-    assert words in find_remedy(build_config(recipe, **KEYS | keys), gigabytes)
+    assert find_remedy(build_config(recipe, **KEYS | keys), gigabytes) == words
 
 
 def test_launch_file_has_precision_of_run(search_plan, tmp_path: Path) -> None:
