@@ -34,8 +34,8 @@ _SECONDS_BETWEEN_CHECKS: Final = 0.1
 # parent. Standard input: a random word that is echoed after the last line, so that a program that exits early
 # (`sys.exit(0)`) does not pass. An audit hook cannot be removed once it is added.
 #
-# On Linux the kernel sends SIGKILL (9) when the parent ends (PR_SET_PDEATHSIG, 1): nothing else limits the wall time of a
-# program whose parent was killed. The parent may have ended before that call.
+# On Linux the kernel sends SIGKILL (9) when the parent ends (PR_SET_PDEATHSIG, 1): nothing else limits the wall time of
+# a program whose parent was killed. The parent may have ended before that call.
 #
 # Landlock (Linux 5.13) makes the kernel deny other programs and writes elsewhere and, in newer kernels, TCP (6.7) and
 # signals (6.12); audit hooks alone miss calls without an event, such as `os.mkfifo`. Its system calls have the same
