@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +156,30 @@ def test_endless_programs_time_out() -> None:
         run_program("import time\ntry:\n    time.sleep(99)\nfinally:\n    time.sleep(99)", seconds=0.5).outcome
         == "timed out"
     )
+
+
+SLEEPING_PROGRAM = """
+import subprocess
+from recipes_lib import sandbox
+class Reported(subprocess.Popen):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        print(self.pid, flush=True)
+subprocess.Popen = Reported
+sandbox._run("import time; time.sleep(600)", 600.0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG and file descriptors of processes are Linux's")
+def test_program_ends_with_a_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPING_PROGRAM], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        program = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    # Readable when the program has ended.
+    ended, _, _ = select.select([program], [], [], 60.0)
+    os.close(program)
+    assert ended
 
 
 @pytest.mark.parametrize("content", ["b'0' * (1 << 22)", "b''"], ids=["large files", "many files"])

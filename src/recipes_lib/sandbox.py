@@ -30,9 +30,12 @@ _MIN_ENTRY_BYTES: Final = 1 << 12
 """Added to the size of each file, folder and link, so that empty ones, which take inodes, count too."""
 _SECONDS_BETWEEN_CHECKS: Final = 0.1
 
-# Runs in the sandboxed process before the program. ``argv``: CPU seconds and bytes of address space. Standard input: a
-# random word that is echoed after the last line, so that a program that exits early (`sys.exit(0)`) does not pass.
-# An audit hook cannot be removed once it is added.
+# Runs in the sandboxed process before the program. ``argv``: CPU seconds, bytes of address space, and the id of the
+# parent. Standard input: a random word that is echoed after the last line, so that a program that exits early
+# (`sys.exit(0)`) does not pass. An audit hook cannot be removed once it is added.
+#
+# On Linux the kernel sends SIGKILL (9) when the parent ends (PR_SET_PDEATHSIG, 1): nothing else limits the wall time of
+# a program whose parent was killed. The parent may have ended before that call.
 #
 # Landlock (Linux 5.13) makes the kernel deny other programs and writes elsewhere and, in newer kernels, TCP (6.7) and
 # signals (6.12); audit hooks alone miss calls without an event, such as `os.mkfifo`. Its system calls have the same
@@ -57,6 +60,9 @@ def restrict():
     if system(446, rules, 0):
         raise OSError("Landlock refuses its own rules")
 if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+    if os.getppid() != int(sys.argv[3]):
+        sys.exit("the process that waits for this program has ended")
     restrict()
     # macOS does not limit address space: the call fails there.
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
@@ -179,7 +185,7 @@ def _run(source: str, seconds: float) -> Verdict:
         # `errors="replace"`: a lone surrogate cannot be encoded, and is not valid Python anyway.
         Path(folder, "program.py").write_text(source, encoding="utf-8", errors="replace")
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _LAUNCHER, str(int(seconds) + 1), str(_ADDRESS_SPACE)],
+            [sys.executable, "-I", "-c", _LAUNCHER, str(int(seconds) + 1), str(_ADDRESS_SPACE), str(os.getpid())],
             cwd=folder,
             env={"HOME": folder, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

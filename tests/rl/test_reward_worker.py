@@ -144,6 +144,15 @@ def test_awaitable_results_need_not_be_coroutines():
     assert call(lambda completions: Length(completions), {"completions": ["a", "ab"]}) == [1, 2]
 
 
+def test_async_function_is_awaited_in_a_notebook():
+    """Its cells run in an event loop."""
+
+    async def run_cell():
+        return call(find_function(f"{FAULTY}:score_async"), {"completions": ["a", "ab"]})
+
+    assert asyncio.run(run_cell()) == [1, 2]
+
+
 def test_calls_of_an_async_function_share_an_event_loop():
     """Connections that a client keeps for the next call would belong to a closed loop."""
     loops = []

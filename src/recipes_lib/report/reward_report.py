@@ -353,18 +353,12 @@ def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
 
 def _draw_reliability(axes: Axes, report: Mapping[str, Any]) -> None:
     shown = [row for row in report["reliability"] if row["from"] > 0.5]
+    predicted, observed = ([row[name] for row in shown] for name in ("predicted", "observed"))
     axes.plot([0.5, 1], [0.5, 1], color=COLOURS["muted"], linewidth=1.0, linestyle=(0, (3, 3)))
     intervals = [compute_wilson_interval(row["observed"] * row["num"], row["num"]) for row in shown]
-    for row, interval in zip(shown, intervals, strict=True):
-        axes.plot([row["predicted"]] * 2, interval, color=COLOURS["first"], linewidth=1.2, alpha=0.5)
-    axes.plot(
-        [row["predicted"] for row in shown],
-        [row["observed"] for row in shown],
-        color=COLOURS["first"],
-        linewidth=2.0,
-        marker="o",
-        markersize=4.5,
-    )
+    for at, interval in zip(predicted, intervals, strict=True):
+        axes.plot([at] * 2, interval, color=COLOURS["first"], linewidth=1.2, alpha=0.5)
+    axes.plot(predicted, observed, color=COLOURS["first"], linewidth=2.0, marker="o", markersize=4.5)
     axes.set_xlim(0.49, 1.01)
     axes.set_ylim(min([0.5, *(low for low, _ in intervals)]) - 0.02, 1.02)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

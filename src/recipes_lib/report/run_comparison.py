@@ -24,6 +24,7 @@ _CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
     ("eval_rewards/accuracies", "share of held-out pairs whose chosen answer wins", "points"),
     ("eval_reward", "of sampled answers", "points"),
     ("loss", "training", "noisy"),
+    ("on_policy/divergence", "nats per token of the student's answers", "noisy"),
     ("objective/score", "reward of training answers", "noisy"),
     ("objective/kl_seq", "nats per answer, to the reference model", "noisy"),
     ("objective/length", "tokens per answer", "noisy"),
@@ -119,7 +120,7 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     recorded = {name for run in runs for record in run.evaluations for name in record}
     names = [name for name in sorted(recorded) if name.startswith("eval_") and not name.startswith(_OMITTED)]
     rows = []
-    for name in (*names, "objective/score", "loss"):
+    for name in (*names, "objective/score", "on_policy/divergence", "loss"):
         if not is_one_recipe and name in _LOSSES:
             continue
         places = (run.held_out if name.startswith("eval_") else run.train for run in runs)

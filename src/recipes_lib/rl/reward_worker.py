@@ -90,7 +90,10 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """
     result = function(**given)
     if inspect.isawaitable(result):
-        result = _RUNNER.run(_wait_for(result))
+        waiting, is_free = _wait_for(result), asyncio._get_running_loop() is None
+        # A notebook runs an event loop in this thread, which can run no other beside it.
+        with ThreadPoolExecutor(1) as other:
+            result = _RUNNER.run(waiting) if is_free else other.submit(_RUNNER.run, waiting).result()
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple | Iterator):

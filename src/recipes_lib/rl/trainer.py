@@ -17,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
-from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.errors import PreemptedError, UserError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.engine import EngineGuard
@@ -353,7 +353,7 @@ class PolicyTrainer:
         """Save the last finished iteration if a reward or an engine fails, as when its server is down."""
         try:
             yield
-        except ConfigError:
+        except UserError:
             # A save is collective, and other processes have not failed.
             if self._world_size == 1:
                 self._save_last()
