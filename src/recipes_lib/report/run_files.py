@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import LOCK_FILE, is_locked, parse_number, read_lines, read_record
+from recipes_lib.files import LOCK_FILE, find_record, is_locked, parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
@@ -158,13 +158,10 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     train = EventTable(names)
     events, torn_events = _split_valid(lines, train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
-    facts: Record = {}
-    with suppress(DataError):
-        facts = read_record(run_dir / "run.json")
     return RunFiles(
         name=run_dir.resolve().name,
         path=run_dir,
-        facts=facts,
+        facts=find_record(run_dir / "run.json"),
         train=train,
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
