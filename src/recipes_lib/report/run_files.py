@@ -151,10 +151,8 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     if not is_run(run_dir):
         found = f"has neither run.json nor metrics.jsonl nor {_STATE}"
         raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
-    lines = read_lines(run_dir / "metrics.jsonl")
-    state = _find_state(run_dir)
-    if state is not None and not (run_dir / "metrics.jsonl").is_file():
-        lines = _read_history(state)
+    state = None if (run_dir / "metrics.jsonl").is_file() else _find_state(run_dir)
+    lines = read_lines(run_dir / "metrics.jsonl") if state is None else _read_history(state)
     train = EventTable(names)
     events, torn_events = _split_valid(lines, train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
