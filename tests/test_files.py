@@ -18,6 +18,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
     atomic_file,
     atomic_folder,
+    find_record,
     fsync,
     hash_file,
     is_inside,
@@ -55,6 +56,14 @@ def test_read_record_rejects_invalid_record_with_path(tmp_path, content, found) 
     assert problem.where == str(path)
     assert found in problem.found
     assert problem.remedy == "put it back"
+
+
+def test_find_record_is_empty_without_a_valid_record(tmp_path) -> None:
+    path = tmp_path / "record.json"
+    assert find_record(path) == {}
+    for text, found in (('{"a": 1}', {"a": 1}), ('{"a":', {}), ("[1]", {}), ("null", {})):
+        path.write_text(text)
+        assert find_record(path) == found
 
 
 def test_read_record_rejects_non_regular_files_without_blocking(tmp_path) -> None:

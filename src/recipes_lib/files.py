@@ -91,6 +91,13 @@ def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -
     return record
 
 
+def find_record(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none, or the file is damaged."""
+    with suppress(DataError):
+        return read_record(path)
+    return {}
+
+
 def name_record(path: Path) -> Path:
     """Return the path of the progress record of a file of rows; whatever renames the file renames its record too."""
     return path.with_name(f"{path.name}.record.json")

@@ -19,8 +19,9 @@ from tests.faults import lives, recipe_runs
 from tests.faults.lives import Fault, Outcome
 from tests.rows import read_events
 
+from recipes_lib.files import find_record
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
-from recipes_lib.training.run import read_run_record
+from recipes_lib.training.run import RUN_FILE
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 LEFTOVERS = ("_saving", "_dry_run", "_deleted", "run.json.partial", "rollbacks.json.partial")
@@ -141,7 +142,7 @@ def expect(holds: object, message: str, outcome: Outcome | None = None) -> None:
 
 def read_status(folder: Path) -> str:
     """Return the status in ``run.json``."""
-    return str(read_run_record(folder / "run").get("status"))
+    return str(find_record(folder / "run" / RUN_FILE).get("status"))
 
 
 def verify_whole(run: Path) -> None:

@@ -97,7 +97,7 @@ def watch(argv: Sequence[str]) -> int:
         raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
     while True:
         # Asked before the checkpoints are listed: a run that ends in between has written its last one.
-        is_running = _is_running(options.run)
+        is_running = _is_running(options.run / RUN_FILE)
         for _, checkpoint in reversed(list_checkpoints(options.run)):
             folder = options.run / "eval" / checkpoint.name
             if (folder / "eval.json").is_file() or not is_complete(checkpoint):
@@ -114,12 +114,10 @@ def watch(argv: Sequence[str]) -> int:
         time.sleep(_SECONDS)
 
 
-def _is_running(run: Path) -> bool:
-    """Return whether a run is recorded as running and a process holds its lock, which a killed one does not."""
-    from recipes_lib.training.run import RUN_FILE
-
-    is_recorded = read_record(run / RUN_FILE).get("status") == "running"
-    return is_recorded and is_locked(run / LOCK_FILE, of_process=True) is not False
+def _is_running(record: Path) -> bool:
+    """Return whether ``run.json`` says that a run is running, and a process holds its lock, unlike a killed one's."""
+    is_recorded = read_record(record).get("status") == "running"
+    return is_recorded and is_locked(record.with_name(LOCK_FILE), of_process=True) is not False
 
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:
@@ -191,16 +189,13 @@ def compare(argv: Sequence[str]) -> None:
     verify_extra("recipes eval", "eval", "lm_eval")
     from recipes_lib.evaluation.score_comparison import compare_folders, format_rows
 
-    rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
+    # Without --output_dir, the evaluation of a model is in its folder.
+    folders = [folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder for folder in options.folders]
+    rows = compare_folders(folders)
     sys.stdout.write("".join(f"{line}\n" for line in format_rows(rows)))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         replace_record(options.output, [row.describe() for row in rows])
-
-
-def _find_evaluation(folder: Path) -> Path:
-    """Return ``eval`` in the folder of an evaluated model, else the folder itself."""
-    return folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder
 
 
 def _parse(argv: Sequence[str]) -> EvalConfig:

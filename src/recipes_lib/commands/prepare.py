@@ -43,10 +43,9 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     options, overrides = parser.parse_known_args(argv)
-    recipe, _ = split_recipe(argv)
-    config = load_for_command(recipe, overrides, options.config)
+    config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     started = time.monotonic()
-    summary, is_new, places = _prepare(recipe, config, load_tokenizer)
+    summary, is_new, places = _prepare(config, load_tokenizer)
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -56,21 +55,21 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         console.print(place, soft_wrap=True)
 
 
-def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
+def _prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
     """Return a summary of the prepared sets, whether any of them is new, and their paths."""
-    if recipe == "pretrain":
+    if config.recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
         tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
         named = tokens.record.get("eval_datasets", {}).values()
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
-    if recipe in ("ppo", "rloo", "grpo"):
+    if config.recipe in ("ppo", "rloo", "grpo"):
         from recipes_lib.data import prompts
 
         prepared = prompts.prepare_prompts(config, load_tokenizer)
         return prompts.render_summary(prepared), prepared.is_new, _describe(prepared)
-    if recipe in ("reward", "dpo"):
+    if config.recipe in ("reward", "dpo"):
         from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
         from recipes_lib.data.pairs.preference_sets import render_summary
     else:

@@ -287,7 +287,8 @@ class Inspection(ABC):
 
         plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
         self.num_steps, self.num_epochs = plan.num_steps, plan.num_epochs or None
-        report(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
+        steps, warmup = (pluralize(number, "step") for number in (plan.num_steps, plan.num_warmup_steps))
+        report(f"{steps}, {plan.num_epochs:.2f} epochs, {warmup} of warm-up")
         self.report_rates(report, plan.num_warmup_steps)
         return plan.rows_per_step
 

@@ -23,13 +23,13 @@ from recipes_lib.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
     ConfigError,
-    DataError,
     PreemptedError,
     Problem,
     suggest,
 )
 from recipes_lib.files import (
     explain_write_errors,
+    find_record,
     name_record,
     parse_number,
     read_lines,
@@ -163,7 +163,7 @@ class _Progress:
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
         # Later commands may have restarted a run in it.
-        is_unfinished = (output / "run.json").is_file() and _read_if_valid(output / "run.json").get("status") != "done"
+        is_unfinished = (output / "run.json").is_file() and find_record(output / "run.json").get("status") != "done"
         return not is_unfinished and find_missing_file(output, entry.get("files", {})) is None
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
@@ -285,14 +285,6 @@ def _list_files(output: Path) -> dict[str, int | None] | None:
     return files
 
 
-def _read_if_valid(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
-    try:
-        return read_record(path)
-    except DataError:
-        return {}
-
-
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     """Rename an output that its stage cannot resume to ``NAME.replaced-N``."""
     if not place.exists():
@@ -398,7 +390,7 @@ def list_figures(output: Path) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
-        figures |= dict(_flatten(_read_if_valid(output / file)))
+        figures |= dict(_flatten(find_record(output / file)))
     for name, value in list(figures.items()):
         if score := _SCORE.fullmatch(name):
             figures[f"{score[1]}.{score[2]}"] = value

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import LOCK_FILE, is_locked, parse_number, read_lines, read_record
+from recipes_lib.files import LOCK_FILE, find_record, is_locked, parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
@@ -151,20 +151,15 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     if not is_run(run_dir):
         found = f"has neither run.json nor metrics.jsonl nor {_STATE}"
         raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
-    lines = read_lines(run_dir / "metrics.jsonl")
-    state = _find_state(run_dir)
-    if state is not None and not (run_dir / "metrics.jsonl").is_file():
-        lines = _read_history(state)
+    state = None if (run_dir / "metrics.jsonl").is_file() else _find_state(run_dir)
+    lines = read_lines(run_dir / "metrics.jsonl") if state is None else _read_history(state)
     train = EventTable(names)
     events, torn_events = _split_valid(lines, train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
-    facts: Record = {}
-    with suppress(DataError):
-        facts = read_record(run_dir / "run.json")
     return RunFiles(
         name=run_dir.resolve().name,
         path=run_dir,
-        facts=facts,
+        facts=find_record(run_dir / "run.json"),
         train=train,
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),

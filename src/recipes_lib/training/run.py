@@ -37,7 +37,7 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import LOCK_FILE, is_inside, read_lines, read_record, replace_record, try_lock, verify_fields
+from recipes_lib.files import LOCK_FILE, find_record, is_inside, read_lines, replace_record, try_lock, verify_fields
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
@@ -494,13 +494,6 @@ def _explain_differences(
     ]
 
 
-def read_run_record(output_dir: Path) -> dict[str, Any]:
-    """Return the contents of ``run.json``; empty if it is missing or damaged."""
-    with suppress(DataError):
-        return read_record(output_dir / RUN_FILE)
-    return {}
-
-
 def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]:
     """Return the record of the run in a directory, from ``run.json`` or else from its newest checkpoint.
 
@@ -510,7 +503,8 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
         ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record, or they are of different runs.
         ConfigError: There is no checkpoint, and ``run.json`` was not written by a recipe.
     """
-    path, found = output_dir / RUN_FILE, read_run_record(output_dir)
+    path = output_dir / RUN_FILE
+    found = find_record(path)
     remedy = "restore the file, or choose another output_dir"
     record = ((resume_from and read_complete(resume_from)) or {}).get("run") or {}
     try:

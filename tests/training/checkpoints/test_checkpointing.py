@@ -296,7 +296,7 @@ def test_pending_checkpoint_is_finished_on_interrupt(tiny_model_dir, tmp_path):
 def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
-    with pytest.raises(ConfigError, match=r"3 checkpoints of .* GB and the model need .* GB and the disk has"):
+    with pytest.raises(ConfigError, match=r"3 checkpoints of .* MB and the model need .* MB and the disk has 3 MB"):
         train(tiny_model_dir, tmp_path, save_total_limit=2, save_steps=1, max_steps=10)
     assert not list(tmp_path.iterdir())
 

@@ -94,10 +94,10 @@ def test_host_copy_is_refused_without_memory(model_and_optimizer, monkeypatch):
     states = list(model.parameters()), optimizer.state_dict()
     needed = sum(tensor.nbytes for state in states for tensor in iterate_tensors(state))
     monkeypatch.setattr(saver_module, "read_free_memory", lambda: needed)
-    assert "GB of memory are free" in HostCopy().explain_refusal(*states)
+    assert "B of memory are free" in HostCopy().explain_refusal(*states)
     monkeypatch.setattr(saver_module, "read_free_memory", lambda: 2 * needed)
     assert HostCopy().explain_refusal(*states) is None
-    assert "GB of memory are free" in HostCopy().explain_refusal(*states, num_copies=2)
+    assert "B of memory are free" in HostCopy().explain_refusal(*states, num_copies=2)
 
 
 def test_host_copy_is_refused_for_tensor_subclass():

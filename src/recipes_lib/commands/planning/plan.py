@@ -453,8 +453,7 @@ def plan_stage(
     verify_peak(device, config)
     is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
     launch = plan_launch(file, None if is_alone else num_processes)
-    if file is not None:
-        verify_combination(config, launch, str(file))
+    verify_combination(config, launch, str(file or "the launch"))
     model_config = find_planned_model(config)
     if shape is not None:
         model_config.save_pretrained(shape)

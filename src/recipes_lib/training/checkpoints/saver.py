@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
-from recipes_lib.files import explain_write_errors
+from recipes_lib.files import explain_write_errors, find_record
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
@@ -43,7 +43,7 @@ from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
-from recipes_lib.training.run import RECORDED, read_run_record
+from recipes_lib.training.run import RECORDED, RUN_FILE
 
 _MEMORY_SHARE: Final = 0.8
 """Largest fraction of the free host memory that a copy may take."""
@@ -490,7 +490,7 @@ class CheckpointSaver:
     def _describe_run(self, step: int) -> dict[str, Any]:
         """Return the fields of the manifest besides the files."""
         # Cached from the first save, so that later manifests describe the run even if run.json is deleted.
-        self._record = record = self._record or read_run_record(self._output_dir)
+        self._record = record = self._record or find_record(self._output_dir / RUN_FILE)
         return {
             "step": step,
             "world_size": self._args.world_size,
