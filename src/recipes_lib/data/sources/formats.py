@@ -545,9 +545,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction", "definition"), "question"),
     **dict.fromkeys(("response", "solution", "generated_solution", "output"), "answer"),
     **dict.fromkeys(("target", "targets", "completion", "attempt", "deepseek_attempt", "r1_generation"), "answer"),
-    **dict.fromkeys(("chosen_response", "chosen_messages", "chosen_conversations"), "chosen"),
+    **{f"{side}_{what}": side for side in ("chosen", "rejected") for what in ("response", "messages", "conversations")},
     **dict.fromkeys(("preferred_output", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "rejected_conversations"), "rejected"),
     **dict.fromkeys(("non_preferred_output", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
