@@ -112,7 +112,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
         remedy = _suggest(raw, present, f"name them with `dataset_columns`, or convert the rows, to one of: {known}")
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
-    layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
+    layout, written = _LAYOUTS[matches[0]], {_name_optional(column, matches[0]): column for column in raw}
+    written |= {name: column for column, name in named.items()}
     meant = dict.fromkeys(written.get(name, name) for name in (*layout.required, *layout.optional))
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column != name}
