@@ -202,10 +202,9 @@ def split_chunks(
 
 def _count_characters(row: Row) -> int:
     """Return the number of characters of a row's texts and text columns, without those that the chat template adds."""
-    others = sum(len(value) for value in row.others.values() if isinstance(value, str))
-    if row.messages is not None:
-        return others + sum(len(str(message.get("content", ""))) for message in row.messages)
-    return others + len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
+    contents = (message.get("content") for message in row.messages or ())
+    texts = (row.text, row.prompt, row.completion, *contents, *row.others.values())
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:

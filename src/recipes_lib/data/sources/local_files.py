@@ -368,7 +368,8 @@ def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.L
 
 
 _KNOWN: Final = (
-    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; `recipes clean` also reads HTML and WARC"
+    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; "
+    "`recipes clean` also reads HTML, and WARC with or without .gz"
 )
 
 
