@@ -183,7 +183,9 @@ def test_duplicates_follow_the_enabled_steps_and_the_sources(tmp_path):
         ({"exact_duplicates": "off"}, [KEPT, *[NEAR] * 5]),
         ({"near_duplicates": "off"}, [KEPT, KEPT, EXACT, EXACT, EXACT, EXACT]),
     ):
-        assert find_duplicates(table, replace(CONFIG, **keys)).status.tolist() == expected
+        found = find_duplicates(table, replace(CONFIG, **keys))
+        assert found.status.tolist() == expected
+    assert found.kept_as.tolist() == [0, 1, 0, 0, 1, 0]
 
 
 def test_number_of_compared_candidates_is_bounded(tmp_path, monkeypatch):

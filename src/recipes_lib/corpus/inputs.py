@@ -223,7 +223,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
         if find_codec(path) is not None:
             return []
         if path.suffix in _LINES and not _is_array(path):
-            return [*(_find_line(path, size * at // num) for at in range(num)), size]
+            return [0, *(_find_line(path, size * at // num) for at in range(1, num)), size]
         if path.suffix == _PARQUET:
             import pyarrow.parquet as pq
 
@@ -240,9 +240,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _find_line(path: Path, offset: int) -> int:
-    """Return the position of the first line that begins at or after ``offset``, in bytes."""
-    if offset == 0:
-        return 0
+    """Return the position of the first line that begins at or after ``offset``, at least 1, in bytes."""
     with path.open("rb") as file:
         # From one byte before: if that is a line feed, a line begins at ``offset`` itself.
         file.seek(offset - 1)

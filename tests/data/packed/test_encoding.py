@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from recipes_lib.data.packed.encoding import (
     build_encoder,
     encode_chunk,
     encode_mixture,
+    map_chunks,
     split_chunks,
 )
 from recipes_lib.data.packed.packing import build_examples, concatenate_examples
@@ -184,3 +186,9 @@ def test_truncated_token_file_is_error(tmp_path):
         file._file.truncate(8)
         with pytest.raises(DataError, match="has lost data"):
             examples.read(np.array([0]))
+
+
+def test_objects_that_exist_are_not_collected_while_chunks_are_encoded():
+    rows = [Row(where=f"d:{number}", text="a") for number in range(3)]
+    assert all(map_chunks(rows, lambda *_: gc.get_freeze_count(), BrokenRows()))
+    assert gc.get_freeze_count() == 0

@@ -457,7 +457,7 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
     assert str(detect(raw)) == "`messages` layout, from messages, tools; ignored: id, source"
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
-    expected = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
+    expected = "`question_answer` layout, from query as question, response as answer, system_prompt; ignored: n"
     assert str(detect(raw)) == expected
 
 

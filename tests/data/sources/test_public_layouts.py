@@ -488,5 +488,7 @@ def test_other_spellings_are_read_if_the_layout_is_declared() -> None:
 def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_null: bool) -> None:
     question = {"query": "What is 2 + 2?", "response": "4"}
     row_format = detect_format(RawRow("d:1", 1, question | ({column: None} if has_null else {})))
+    assert (column in row_format.columns) == has_null
+    assert column not in row_format.ignored
     row = canonicalize(RawRow("d:2", 2, {**question, column: "Be brief."}), row_format)
     assert row.messages == [SYSTEM, USER, ANSWER]

@@ -75,9 +75,8 @@ class Proof:
         ]
 
     def _holds_by_cache(self, claim: Claim) -> bool:
-        if self._surface is None:
-            return False
-        return "".join(map(self._surface, claim.ids[claim.first : claim.last].tolist())) == claim.text
+        ids = claim.ids[claim.first : claim.last].tolist()
+        return self._surface is not None and "".join(map(self._surface, ids)) == claim.text
 
     def _decode_one(self, token: int) -> str:
         """Return the text of a token; a lone surrogate, which equals no text, for one of partial characters."""

@@ -24,8 +24,6 @@ THINK_END: Final = "</think>"
 
 _THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
-_TAGGED_TWICE: Final = re.compile(r"<tool_response>\s*<tool_response>")
-
 
 class WrittenCheck:
     """Verifies that a template writes the messages of a chat, and finds what it omits.
@@ -76,7 +74,7 @@ class WrittenCheck:
                     remarks.append(Remark.TAGGED_REASONING)
                 if message.get("tool_calls"):
                     remarks += self._check_calls(row, rendered, number)
-            elif message["role"] == "tool" and _TAGGED_TWICE.search(rendered.turn(number)):
+            elif message["role"] == "tool" and re.search(r"(<tool_response>\s*){2}", rendered.turn(number)):
                 remarks.append(Remark.TAGGED_RESULT)
             elif any(map(self._special.search, find_texts(message))):
                 remarks.append(Remark.SPECIAL_TEXT)
@@ -448,7 +446,7 @@ class SpanFinder:
 
     def _terminated(self, text: str, start: int, end: int) -> int | None:
         """Return the position after the special token that ends ``text[start:end]``, trailing white space ignored."""
-        end = _rstripped(text, start, end)
+        end = start + len(text[start:end].rstrip())
         return end if self._at_end.search(text, max(start, end - self._longest), end) else None
 
     def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
@@ -590,7 +588,3 @@ def _fault(row: Row, found: str, remedy: str) -> DataError:
 
 def _refusal(row: Row, error: TemplateError) -> DataError:
     return _fault(row, f"the chat template refuses this chat: {error}", "change the chat, or the template")
-
-
-def _rstripped(text: str, start: int, end: int) -> int:
-    return start + len(text[start:end].rstrip())

@@ -246,8 +246,7 @@ class PairData(PreparedRows):
         A prompt with several pairs occurs once, with the answer of the first pair.
         """
         seen: set[bytes] = set()
-        for number in range(0 if self.eval is None else len(self.eval)):
-            pair = self.eval[number]
+        for pair in self.eval or ():
             prompt, chosen = pair["prompt_ids"], pair["chosen_ids"]
             if prompt.tobytes() not in seen:
                 seen.add(prompt.tobytes())

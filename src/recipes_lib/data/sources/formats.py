@@ -112,7 +112,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
         remedy = _suggest(raw, present, f"name them with `dataset_columns`, or convert the rows, to one of: {known}")
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
-    layout, written = _LAYOUTS[matches[0]], {name: column for column, name in named.items()}
+    layout, written = _LAYOUTS[matches[0]], {_name_optional(column, matches[0]): column for column in raw}
+    written |= {name: column for column, name in named.items()}
     meant = dict.fromkeys(written.get(name, name) for name in (*layout.required, *layout.optional))
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column != name}
@@ -545,9 +546,8 @@ _SPELLINGS: Final = {
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction", "definition"), "question"),
     **dict.fromkeys(("response", "solution", "generated_solution", "output"), "answer"),
     **dict.fromkeys(("target", "targets", "completion", "attempt", "deepseek_attempt", "r1_generation"), "answer"),
-    **dict.fromkeys(("chosen_response", "chosen_messages", "chosen_conversations"), "chosen"),
+    **{f"{side}_{what}": side for side in ("chosen", "rejected") for what in ("response", "messages", "conversations")},
     **dict.fromkeys(("preferred_output", "accepted", "response_j"), "chosen"),
-    **dict.fromkeys(("rejected_response", "rejected_messages", "rejected_conversations"), "rejected"),
     **dict.fromkeys(("non_preferred_output", "response_k"), "rejected"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""

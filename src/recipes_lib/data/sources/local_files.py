@@ -368,7 +368,8 @@ def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.L
 
 
 _KNOWN: Final = (
-    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; `recipes clean` also reads HTML and WARC"
+    f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}; "
+    "`recipes clean` also reads HTML, and WARC with or without .gz"
 )
 
 
@@ -402,9 +403,10 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
             return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
-        cached = _read_cached(entry)
-        if cached.get("file") == before:
-            return bytes.fromhex(str(cached["sha256"]))
+        with suppress(DataError, ValueError):  # A missing or damaged entry is written again.
+            cached = read_record(entry, {"sha256": str})
+            if cached.get("file") == before:
+                return bytes.fromhex(cached["sha256"])
         digest = bytes.fromhex(hash_file(file))
         # Not cached while the file is being written, or if it changed so recently that `_SETTLED_NS` applies.
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
@@ -423,12 +425,3 @@ def _describe(descriptor: int) -> dict[str, int]:
         "mtime_ns": status.st_mtime_ns,
         "ctime_ns": status.st_ctime_ns,
     }
-
-
-def _read_cached(entry: Path) -> dict[str, object]:
-    try:
-        content = read_record(entry, {"sha256": str})
-        bytes.fromhex(content["sha256"])
-    except (DataError, ValueError):
-        return {}
-    return content

@@ -141,10 +141,7 @@ class Remark(Enum):
         "spell reasoning as `<think>`, beside which the chat template writes a form of its own, such as an empty block",
         "write it as `reasoning_content` of the message, and only the answer as `content`",
     )
-    TAGGED_RESULT = (
-        "spell `<tool_response>` in the result of a tool, around which the chat template writes it again",
-        "write only the result as `content`",
-    )
+    TAGGED_RESULT = "spell `<tool_response>` around a result, as the chat template does too", "write the result only"
     OTHER_OPENING = (
         "open their last turn in another way than the generation prompt, after which the model answers",
         f"write reasoning as `reasoning_content`, or {_THINKING}",

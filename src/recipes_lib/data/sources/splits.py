@@ -85,7 +85,11 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
     Raises:
         DataError: The split would leave no row on one side.
     """
-    num_test = _count_test_rows(len(digests), test_split_size)
+    where, num_rows = f"test_split_size: {test_split_size}", len(digests)
+    num_test = round(num_rows * test_split_size) if test_split_size < 1 else int(test_split_size)
+    if not 0 < num_test < num_rows:
+        found = f"of {num_rows:,} rows, {num_test:,} would be held out and {max(num_rows - num_test, 0):,} trained on"
+        raise DataError(Problem(where, found, "choose a size that leaves rows on both sides"))
     groups, group_of, sizes = np.unique(digests, return_inverse=True, return_counts=True)
     key, content = seed.to_bytes(16, signed=True), memoryview(groups.tobytes())
     size = _DIGEST.itemsize
@@ -103,8 +107,8 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
         if num_drawn == num_test:
             break
     if not num_drawn:
-        found = f"no {num_test:,} of the {len(digests):,} rows can be held out: {inseparable} stay together"
-        raise DataError(Problem(f"test_split_size: {test_split_size}", found, "hold out more, or remove duplicates"))
+        found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {inseparable} stay together"
+        raise DataError(Problem(where, found, "hold out more, or remove duplicates"))
     is_test = is_drawn[group_of]
     return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
 
@@ -156,15 +160,6 @@ def refuse_overlap(
     found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
     raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
-
-
-def _count_test_rows(num_rows: int, test_split_size: float | int) -> int:
-    where = f"test_split_size: {test_split_size}"
-    num_test = round(num_rows * test_split_size) if test_split_size < 1 else int(test_split_size)
-    if not 0 < num_test < num_rows:
-        found = f"of {num_rows:,} rows, {num_test:,} would be held out and {max(num_rows - num_test, 0):,} trained on"
-        raise DataError(Problem(where, found, "choose a size that leaves rows on both sides"))
-    return num_test
 
 
 def _strip(value: Any) -> Any:
