@@ -166,9 +166,8 @@ def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
 def _verify_heads(text_config: PreTrainedConfig) -> None:
     """Raise a ``ConfigError`` if query heads cannot share the key heads, for which torch would raise in training."""
     for layer in list_layer_configs(text_config):
-        num_heads, num_keys = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-        if not num_heads or not num_keys:
-            continue
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        num_keys = getattr(layer, "num_key_value_heads", None) or num_heads
         # Multi-head latent attention computes a key for every head, and repeats them by the quotient.
         is_latent = getattr(layer, "kv_lora_rank", None)
         if num_heads // num_keys > 1 if is_latent else num_heads % num_keys:
