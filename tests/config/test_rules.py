@@ -162,7 +162,6 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("decay_steps: 5", 5, "`decay_steps` has no effect"),
         ("batch_ramp_start: 0.5", 5, "no effect: `batch_ramp_tokens` is null"),
         ("dtype: bfloat16", 5, "rounded to 0"),
-        ("optim_args: bf16_stochastic_round=True", 5, "needs `optim: adamw_torch_4bit"),
         ("optim: adamw_bf16_stochastic", 5, "needs bfloat16 weights"),
         ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]", 5, "needs a mixture"),
         ("dataset_streaming: true", 5, "needs `max_steps`"),

@@ -328,11 +328,6 @@ def check_start(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
-def requests_rounding(optim_args: str | None) -> bool:
-    """Return whether ``optim_args`` request stochastic rounding of bfloat16 weights."""
-    return _ROUNDING.search((optim_args or "").replace(" ", "")) is not None
-
-
 def loses_updates(dtype: str, optim: str, optim_args: str | None) -> bool:
     """Return whether updates of master weights are rounded to 16 bits, but not stochastically.
 
@@ -341,21 +336,19 @@ def loses_updates(dtype: str, optim: str, optim_args: str | None) -> bool:
         optim: Key of the recipe.
         optim_args: Key of the recipe.
     """
-    rounds = optim == STOCHASTIC_ADAMW or (optim in _ROUNDING_OPTIMIZERS and requests_rounding(optim_args))
+    is_requested = _ROUNDING.search((optim_args or "").replace(" ", "")) is not None
+    rounds = optim == STOCHASTIC_ADAMW or (optim in _ROUNDING_OPTIMIZERS and is_requested)
     return dtype == "float16" or (dtype == "bfloat16" and not rounds)
 
 
 def check_precision(settings: Settings) -> Iterator[Problem]:
     """16-bit master weights lose small updates, unless the optimizer rounds stochastically."""
-    dtype, optim, optim_args = settings["dtype"], settings["optim"], settings["optim_args"]
+    dtype = settings["dtype"]
     # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of the weight.
-    if loses_updates(dtype, optim, optim_args):
+    if loses_updates(dtype, settings["optim"], settings["optim_args"]):
         found = f"`dtype: {dtype}` stores the master weights, and an update below 1/256 of a weight is rounded to 0"
         remedy = "delete the line (`bf16` computes in bfloat16 anyway), or write `optim: adamw_bf16_stochastic`"
         yield settings.problem("dtype", found, remedy)
-    if requests_rounding(optim_args) and optim not in _ROUNDING_OPTIMIZERS:
-        found = f"`optim_args: bf16_stochastic_round` needs `optim: {' or '.join(_ROUNDING_OPTIMIZERS)}`"
-        yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:

@@ -135,8 +135,10 @@ class Inspection(ABC):
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
-        from recipes_lib.models.loading import list_cautions, load_tokenizer, verify_folder
+        from recipes_lib.models.loading import load_tokenizer, verify_folder
         from recipes_lib.models.model_files import find_damage
+        from recipes_lib.models.quantization import find_unquantized
+        from recipes_lib.models.structure import find_dropped_modules
         from recipes_lib.training.layouts.memory_layout import verify_model
 
         if name := self.config.model.model_name_or_path:
@@ -155,7 +157,8 @@ class Inspection(ABC):
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
-        for caution in list_cautions(model, self.model_config, is_quantized=self.config.quantization.is_quantized):
+        experts = find_unquantized(model) if self.config.quantization.is_quantized else None
+        for caution in filter(None, (find_dropped_modules(model, self.model_config), experts)):
             report(f"warning: {caution}")
 
     @abstractmethod

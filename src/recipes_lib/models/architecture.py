@@ -51,12 +51,19 @@ def find_model_config(
         max_length: Maximum length of a row in tokens.
 
     Raises:
-        ConfigError: ``model_config`` is invalid, or the model's configuration cannot be loaded.
+        ConfigError: ``model_config`` is invalid, the model's configuration cannot be loaded, or it is not that of a
+            causal language model.
     """
     if config.model_config is None:
-        return load_model_config(config)
-    model_config = build_model_config(config.model_config, tokenizer, max_length)
-    return model_config, GenerationConfig.from_model_config(model_config)
+        key, (model_config, generation_config) = "model_name_or_path", load_model_config(config)
+    else:
+        key, model_config = "model_config", build_model_config(config.model_config, tokenizer, max_length)
+        generation_config = GenerationConfig.from_model_config(model_config)
+    # Code from the Hub has classes of its own.
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(model_config, "auto_map"):
+        found = f"{model_config.model_type} models are not causal language models"
+        raise ConfigError(Problem(key, found, "choose a decoder-only model, such as of Llama or Qwen"))
+    return model_config, generation_config
 
 
 def build_model_config(
@@ -166,9 +173,8 @@ def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
 def _verify_heads(text_config: PreTrainedConfig) -> None:
     """Raise a ``ConfigError`` if query heads cannot share the key heads, for which torch would raise in training."""
     for layer in list_layer_configs(text_config):
-        num_heads, num_keys = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-        if not num_heads or not num_keys:
-            continue
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        num_keys = getattr(layer, "num_key_value_heads", None) or num_heads
         # Multi-head latent attention computes a key for every head, and repeats them by the quotient.
         is_latent = getattr(layer, "kv_lora_rank", None)
         if num_heads // num_keys > 1 if is_latent else num_heads % num_keys:

@@ -287,7 +287,8 @@ def load_pretrained(
     model, info = loaded
     if problems := _list_problems(name, model, info, may_lack, may_hold):
         raise ConfigError(*(_explain_quantization(config) or problems))
-    for caution in list_cautions(model, load_model_config(config)[0], is_quantized=quantization is not None):
+    cautions = find_dropped_modules(model, load_model_config(config)[0]), quantization and find_unquantized(model)
+    for caution in filter(None, cautions):
         logger.warning("%s: %s", name, caution)
     freeze_outside_text(model)
     register_gather_hooks(model)
@@ -326,18 +327,6 @@ def _list_problems(
         )
         if keys
     ]
-
-
-def list_cautions(model: Any, model_config: PreTrainedConfig, *, is_quantized: bool) -> list[str]:
-    """Return what a loaded model lacks that its name promises: modules, or the quantisation of its experts.
-
-    Args:
-        model: Model that an auto class of transformers built.
-        model_config: Configuration of its checkpoint.
-        is_quantized: Whether its linear layers are quantised.
-    """
-    cautions = [find_dropped_modules(model, model_config), find_unquantized(model) if is_quantized else None]
-    return [caution for caution in cautions if caution]
 
 
 def _explain_quantization(config: ModelConfig) -> list[Problem]:

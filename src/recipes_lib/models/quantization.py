@@ -119,16 +119,9 @@ def find_unquantized(model: Any) -> str | None:
     Args:
         model: Model before or after quantisation.
     """
-    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    tensors = {name: tensor.numel() for name, tensor in model.named_parameters() if tensor.dim() > 1}
-    experts = sum(count for name, count in tensors.items() if "expert" in name and name not in layers)
-    total = model.num_parameters()
-    if not experts:
-        return None
-    return (
-        f"bitsandbytes quantises linear layers alone: {experts / 1e6:,.1f} M of {total / 1e6:,.1f} M parameters are "
-        "experts, which keep their dtype"
-    )
+    kept = sum(stack.numel() for name, stack in model.named_parameters() if "expert" in name and stack.dim() == 3)
+    figures = f"{kept / 1e6:,.1f} M of {model.num_parameters() / 1e6:,.1f} M parameters"
+    return f"bitsandbytes leaves the dtype of experts, {figures}, since they are no linear layers" if kept else None
 
 
 def count_scale_bytes(config: QuantizationConfig) -> float:

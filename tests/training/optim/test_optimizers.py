@@ -303,6 +303,7 @@ def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
         ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not a fraction"),
         ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
         ({"optim": "adamw_torch_fused", "optim_args": "amsgrad=True"}, "adamw_torch_fused takes no arguments"),
+        ({"optim": "adamw_torch", "optim_args": "bf16_stochastic_round=True"}, "adamw_torch takes no arguments"),
         ({"optim": "sgd", "optim_args": "momentom=0.9"}, "no argument 'momentom'\n *write momentum, dampening"),
         ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' does not give a number"),
         ({"optim": "sgd", "optim_args": "momentum=0.9, dampening=much"}, "'dampening=much' does not give a number"),

@@ -1,6 +1,7 @@
 """Row order of a run: transformers' order, skipped rows, and shards of data-parallel ranks."""
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -12,7 +13,7 @@ from transformers import Trainer
 
 from recipes_lib.data.sources.replay_dataset import EpochOrder
 from recipes_lib.data.tokens.dataset import RowSkips
-from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, shard_evenly
+from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer, RunSampler, shard_evenly
 
 
 def record_rows(trainer):
@@ -65,9 +66,11 @@ def test_skipped_rows_shift_later_rows_across_epochs(seed):
 
 
 def test_last_step_of_epoch_takes_remaining_rows():
-    rows = EpochRows(num_rows=11, steps_per_epoch=3, rows_per_step=4)
-    assert [rows.find(step) for step in range(5)] == [(0, 4), (4, 8), (8, 11), (11, 15), (15, 19)]
-    assert np.diff([rows.find(step)[0] for step in range(30)]).sum() == 11 * 9 + 8
+    plan = SimpleNamespace(steps_per_epoch=3, rows_per_step=4)
+    trainer = SimpleNamespace(_find_order=lambda: SimpleNamespace(rows_per_epoch=11), _plan_steps=lambda: plan)
+    rows = [RecipeTrainer.find_rows(trainer, step) for step in range(30)]
+    assert rows[:5] == [(0, 4), (4, 8), (8, 11), (11, 15), (15, 19)]
+    assert rows[-1][0] == 11 * 9 + 8
 
 
 @given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_ranks=st.integers(1, 5), drop_last=st.booleans())

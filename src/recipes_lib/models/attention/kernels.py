@@ -304,8 +304,7 @@ def verify_isolation(model: Any, layout: Layout) -> None:
             rounding = measure_rounding(model, lambda: _run_packed(model, documents, layout)[1], together[1])
             eps = find_rounding_error(together[0])
     except (RuntimeError, TypeError, ValueError) as error:
-        remedy = f"{_OTHERWISE}; a model whose sizes contradict each other fails on any batch"
-        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
+        raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", _OTHERWISE)) from error
     scale = max(states.abs().max().item() for states in together)
     if not math.isfinite(scale):
         found = "the model's outputs are not finite: a weight is not, or the dtype overflows"

@@ -26,6 +26,7 @@ from recipes_lib.models.inference import (
 )
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
+from recipes_lib.training.optim.optimizers import report_optimizer
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
@@ -152,6 +153,13 @@ class StartChecks(TrainerCallback):
         self._num_trained = 0
         self._num_steps = 0
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the parameter groups: optimizer, learning rate, weight decay, and lossy weights."""
+        for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args):
+            self._trainer.observer.progress.say(line)
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -183,7 +191,8 @@ class StartChecks(TrainerCallback):
         if self._num_steps == 0:
             verify_updated(kwargs["model"], kwargs["optimizer"])
         faults = find_gradient_faults(kwargs["model"])
-        if _is_skipped(args, faults):
+        # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
+        if args.fp16 and NOT_FINITE in faults.values():
             return
         self._num_steps += 1
         self._faults = {name: fault for name, last in self._faults.items() if (fault := faults.get(name, last))}
@@ -217,11 +226,6 @@ def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
             norm = float(get_full_tensor(parameter.grad.float().norm()))
             faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
     return faults
-
-
-def _is_skipped(args: TrainingArguments, faults: Mapping[str, str | None]) -> bool:
-    # fp16's loss scaler skips steps while it lowers its scale. The infinite norm has clipped other gradients to 0.
-    return args.fp16 and NOT_FINITE in faults.values()
 
 
 def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
@@ -26,7 +26,7 @@ from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
-from recipes_lib.planning.schedule import compute_steps
+from recipes_lib.planning.schedule import StepPlan, compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
@@ -51,7 +51,7 @@ from recipes_lib.training.optim.compilation import (
     match_kernels,
     preserve_architecture,
 )
-from recipes_lib.training.optim.optimizers import get_decay_names, report_optimizer, split_loraplus_groups
+from recipes_lib.training.optim.optimizers import get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
@@ -119,7 +119,6 @@ class RecipeTrainer(CheckpointingTrainer):
         self.remove_callback(PrinterCallback)
         tolerate_tracker_failures(self.callback_handler, args, say)
         self.add_figures(*observer.callbacks)
-        self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
         if self.adapter.use_peft:
             self.add_callback(AdapterChecks(self.adapter, say=say))
@@ -324,12 +323,14 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the half-open range of rows of the run that step ``step`` (from 0) takes over all ranks."""
-        return self._plan_epochs().find(step)
+        num_rows, plan = self._find_order().rows_per_epoch, self._plan_steps()
+        epoch, index = divmod(step, plan.steps_per_epoch)
+        # As upstream, the remaining rows of an epoch form a smaller last step.
+        stop = num_rows if index + 1 == plan.steps_per_epoch else (index + 1) * plan.rows_per_step
+        return epoch * num_rows + index * plan.rows_per_step, epoch * num_rows + stop
 
-    def _plan_epochs(self) -> EpochRows:
-        num_rows = self._find_order().rows_per_epoch
-        plan = compute_steps(num_rows, vars(self.args), self.launch.data_size)
-        return EpochRows(num_rows, plan.steps_per_epoch, plan.rows_per_step)
+    def _plan_steps(self) -> StepPlan:
+        return compute_steps(self._find_order().rows_per_epoch, vars(self.args), self.launch.data_size)
 
     def _find_order(self) -> Order:
         """Return the row order of the run: that of replay if configured, else upstream's."""
@@ -346,7 +347,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def build_sampler(self) -> Sampler[int]:
         """Build the sampler of rows in order, without those skipped by rollbacks."""
-        steps_per_epoch = self._plan_epochs().steps_per_epoch
+        steps_per_epoch = self._plan_steps().steps_per_epoch
         return RunSampler(
             self._find_order(),
             skips=self.guard.rollbacks.skips,
@@ -490,42 +491,6 @@ def configure_router_loss(
             remedy = "write router_aux_loss_coef: 0, or launch with accelerate_configs/fsdp2.yaml"
             raise ConfigError(Problem("router_aux_loss_coef", found, remedy))
     return chosen
-
-
-class _LogParameterGroups(TrainerCallback):
-    """Logs the parameter groups before the first step: optimizer, learning rate, weight decay, and lossy weights."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args):
-            self._say(line)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochRows:
-    """Row ranges of every step, over consecutive epochs.
-
-    Attributes:
-        num_rows: Rows per epoch.
-        steps_per_epoch: Steps per epoch, the last of which takes the remaining rows.
-        rows_per_step: Rows of every other step.
-
-    Source: transformers ``Trainer._run_epoch``, accelerate ``BatchSamplerShard``;
-    ``tests/training/trainers/test_run_sampler.py``.
-    """
-
-    num_rows: int
-    steps_per_epoch: int
-    rows_per_step: int
-
-    def find(self, step: int) -> tuple[int, int]:
-        """Return the half-open range of rows of step ``step`` (from 0), counted over the whole run."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        # As upstream, the remaining rows of an epoch form a smaller last step.
-        stop = self.num_rows if index + 1 == self.steps_per_epoch else (index + 1) * self.rows_per_step
-        return epoch * self.num_rows + index * self.rows_per_step, epoch * self.num_rows + stop
 
 
 class RunSampler(Sampler[int]):
