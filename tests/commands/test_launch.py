@@ -179,20 +179,6 @@ def test_default_of_cpus_beside_unusable_gpu_warns(monkeypatch, capsys):
     assert "warning: CPUs are used, for torch cannot use the GPU: the driver is too old" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("rank", "is_refused"), [(0, True), (1, False)])
-def test_used_port_of_first_machine_is_refused(rank, is_refused, monkeypatch):
-    """accelerate raises a traceback there, and takes a free port on a single machine."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("os.execv", lambda *_: (_ for _ in ()).throw(InterruptedError))
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-        machines = ["--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "localhost"]
-        flags = ["--hardware", "cpu_ddp", *machines, "--main_process_port", str(port)]
-        expected = pytest.raises(ConfigError, match=f"--main_process_port: another process uses port {port}")
-        with expected if is_refused else pytest.raises(InterruptedError):
-            launching.main(["--config", CONFIG, *flags])
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -349,17 +335,31 @@ def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message)
     assert "Traceback" not in done.stderr
 
 
+def meet_at(port, rank):
+    """Start one of two machines, which waits a second for the other; return the exit code."""
+    machines = ["--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1"]
+    file = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml"), "--num_processes", "2"]
+    flags = [*file, *machines, "--main_process_port", str(port), "--rdzv_conf", "timeout=1"]
+    return launching.run_processes([*flags, "recipe.py"])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_machine_that_waits_in_vain_is_no_traceback(rank, capfd):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    machines = ["--num_machines", "2", "--machine_rank", str(rank), "--main_process_ip", "127.0.0.1"]
-    file = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml"), "--num_processes", "2"]
-    flags = [*file, *machines, "--main_process_port", str(port), "--rdzv_conf", "timeout=1"]
-    assert launching.run_processes([*flags, "recipe.py"]) == EXIT_BUG
+    assert meet_at(port, rank) == EXIT_BUG
     error = capfd.readouterr().err
     assert f"recipes launch: not all machines came to 127.0.0.1:{port}: " in error
     assert "Traceback" not in error
+
+
+def test_used_port_of_first_machine_is_refused(capfd):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        assert meet_at(port, 0) == EXIT_USER
+    assert capfd.readouterr().err == (
+        f"--main_process_port: another process uses port {port}\n    write another one, on every machine\n"
+    )
 
 
 @pytest.mark.parametrize(("codes", "code"), [((1, 3), 3), ((1, 2), 2), ((1, 4), 4), ((1, -9), 1), ((75, 1), 75)])

@@ -49,14 +49,14 @@ def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -
     rows = 64 * 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
     decoding = 512 * (2 * compute_model_size(shape).total + rows) / 3.35e12
     prefill = found.scoring * 256 / 768
-    assert (found.prompt, found.answer, found.batch, found.num_batches) == (256, 512, 64, 1)
+    assert (*found.lengths, found.decoding.batch, found.decoding.num_batches) == (256, 512, 64, 1)
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
 
 
 def test_generate_is_bound_by_host_and_batches_are_sequential() -> None:
     one, two = (estimate(answers=answers) for answers in (32, 64))
-    assert two.num_batches == 2 * one.num_batches == 2
-    assert estimate(use_transformers_continuous_batching=True).num_batches == 1
+    assert two.decoding.num_batches == 2 * one.decoding.num_batches == 2
+    assert estimate(use_transformers_continuous_batching=True).decoding.num_batches == 1
     assert two.sampling == pytest.approx(2 * one.sampling)
     assert one.sampling > 512 * 8 / 32 / 25.5 > estimate(answers=32, **VLLM).sampling
     assert estimate(answers=64, gpus=2).sampling == pytest.approx(one.sampling)

@@ -172,12 +172,11 @@ def main(argv: Sequence[str]) -> int:
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
-    sys.stderr.write(f"{machines.source}, {pluralize(num_processes, 'process')} by {file}:\n{line}\n")
+    number = pluralize(num_processes, "process")
+    where = f"{machines.main_process_ip}:{machines.main_process_port}"
+    meeting = f", which wait for each other at {where}" if machines.num_machines > 1 else ""
+    sys.stderr.write(f"{machines.source}, {number} by {file}{meeting}:\n{line}\n")
     if not options.dry_run:
-        _verify_port(machines)
-        if machines.num_machines > 1:
-            where = f"{machines.main_process_ip}:{machines.main_process_port}"
-            sys.stderr.write(f"waiting for {machines.num_machines} machines at {where}\n")
         expect_launch(launch)
         _execute(command, is_alone=document["distributed_type"] == "NO")
     return EXIT_DONE
@@ -198,21 +197,6 @@ def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Pat
         remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1"
         raise ConfigError(Problem("--num_machines", found, remedy))
     return file, document
-
-
-def _verify_port(machines: Machines) -> None:
-    """Raise if the port of machine 0 is in use; on a single machine, accelerate takes another one.
-
-    Raises:
-        ConfigError: This is machine 0 of several, and another process uses the port.
-    """
-    if machines.num_machines == 1 or machines.machine_rank > 0:
-        return
-    from accelerate.utils.other import is_port_in_use
-
-    if is_port_in_use(machines.main_process_port):
-        found, remedy = f"another process uses port {machines.main_process_port}", "write another one, on every machine"
-        raise ConfigError(Problem("--main_process_port", found, remedy))
 
 
 def find_recipe_name(argv: Sequence[str]) -> str:
@@ -257,7 +241,7 @@ def run_processes(arguments: Sequence[str]) -> int:
 
     Returns:
         ``EXIT_PREEMPTED`` if this process was signalled; 128 plus the signal number if one has ended the other process;
-        ``EXIT_BUG`` if not all machines have started, as for a lost process.
+        ``EXIT_BUG`` if not all machines have started, as for a lost process; ``EXIT_USER`` if the port is in use.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed import DistError
@@ -269,6 +253,10 @@ def run_processes(arguments: Sequence[str]) -> int:
         launch_command(options)
     except SignalException:  # The processes have received the signal too, and had time to save.
         return EXIT_PREEMPTED
+    except ConnectionError:  # accelerate 1.15 has found the port of machine 0 in use.
+        found, remedy = f"another process uses port {options.main_process_port}", "write another one, on every machine"
+        sys.stderr.write(f"{Problem('--main_process_port', found, remedy)}\n")
+        return EXIT_USER
     except DistError as error:
         found = f"not all machines came to {options.main_process_ip}:{options.main_process_port}: {error}"
         remedy = "start the same command on each, with its own --machine_rank, and open this port of machine 0"

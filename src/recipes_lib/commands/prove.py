@@ -40,11 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
 
     listed = list(list_checks())
-    # The empty prefix selects all.
-    checks = [check for check in listed if check.name.startswith(tuple(options.only or [""]))]
-    if not checks:
+    prefixes = options.only or [""]  # The empty prefix selects all.
+    checks = [check for check in listed if check.name.startswith(tuple(prefixes))]
+    if unknown := [prefix for prefix in prefixes if not any(check.name.startswith(prefix) for check in checks)]:
         remedy = f"write one of {', '.join(check.name for check in listed)}"
-        raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", remedy))
+        raise ConfigError(Problem("--only", f"there is no check {' or '.join(unknown)}", remedy))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     with explain_write_errors(output, "name another --output"):
         output.mkdir(parents=True, exist_ok=True)
@@ -63,9 +63,8 @@ def main(arguments: Sequence[str]) -> int:
         if row.status == PASSED:
             bench.passed[check.name] = row.figures
         # After each check: a rented machine may be lost before the last one.
-        for page in (output / PAGE, options.page):
-            if page is not None:
-                write_page(page, rows.values())
+        for page in filter(None, (output / PAGE, options.page)):
+            write_page(page, rows.values())
         sys.stdout.write(format_row(row) + "\n")
         sys.stdout.flush()
     sys.stdout.write(f"page, rows and logs: {output}\n")

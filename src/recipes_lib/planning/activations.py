@@ -44,14 +44,7 @@ CAUSAL: Final = "causal_without_mask"
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *mask: Any,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
+    module: Any, query: Any, key: Any, value: Any, *mask: Any, softcap: Any = None, dropout: Any = 0, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention that saves what sdpa saves, and so do kernels with a cap on the logits, which sdpa lacks.
 
@@ -61,8 +54,7 @@ def _attend(
     width = value.shape[-1]
     if width < key.shape[-1]:
         value = functional.pad(value, (0, key.shape[-1] - width))
-    output, _ = sdpa_attention_forward(module, query, key, value, *mask, **options)
-    return output[..., :width], None
+    return sdpa_attention_forward(module, query, key, value, *mask, **options)[0][..., :width], None
 
 
 AttentionInterface.register(CAUSAL, _attend)

@@ -15,7 +15,7 @@ from recipes_lib.planning.compute import (
     compute_model_size,
     has_policy_reference,
 )
-from recipes_lib.planning.decoding import estimate_decoding, find_forward_mfu
+from recipes_lib.planning.decoding import Decoding, estimate_decoding, find_forward_mfu
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import Batch
 from recipes_lib.planning.memory_plan import Layout
@@ -27,23 +27,19 @@ class Iteration:
     """Estimated duration of an iteration, in seconds.
 
     Attributes:
-        sampling: Seconds of sampling, all answers of full length.
+        sampling: Seconds of sampling, all answers of full length, and of gathering the weights for it.
         scoring: Seconds of forward passes of policy, reference, critic and reward model.
         updates: Seconds of the updates of policy and critic.
-        batch: Answers that a GPU samples at once.
-        num_batches: Number of such batches, one after the other.
-        prompt: Tokens per prompt.
-        answer: Tokens per answer.
+        decoding: Sampling of one GPU.
+        lengths: Tokens of a prompt, and of an answer.
         is_overlapped: Whether a server samples during the updates.
     """
 
     sampling: float
     scoring: float
     updates: float
-    batch: int
-    num_batches: int
-    prompt: int
-    answer: int
+    decoding: Decoding
+    lengths: tuple[int, int]
     is_overlapped: bool
 
     @property
@@ -92,9 +88,9 @@ def estimate_iteration(
     Source: ``tests/planning/test_rollouts.py``.
     """
     engine, held, num_gpus = config.engine, Batch.of(config, Layout("")), layout.num_gpus
-    answer, prompt = held.num_predicted, held.length - held.num_predicted
+    lengths = held.length - held.num_predicted, held.num_predicted
     each, size = math.ceil(num_answers / num_gpus), compute_model_size(model_config).total
-    decoding = estimate_decoding(config, model_config, each, (prompt, answer), device, mfu)
+    decoding = estimate_decoding(config, model_config, each, lengths, device, mfu)
     reading = find_forward_mfu(config, mfu)
 
     def time(flops: float, num_tokens: int, share: float) -> float:
@@ -116,9 +112,7 @@ def estimate_iteration(
         scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
         # Traffic with the host does not overlap: it waits for the optimizer step there.
         updates=num_trained * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * sent.host),
-        batch=decoding.batch,
-        num_batches=decoding.num_batches,
-        prompt=prompt,
-        answer=answer,
+        decoding=decoding,
+        lengths=lengths,
         is_overlapped=bool(engine.max_staleness),
     )

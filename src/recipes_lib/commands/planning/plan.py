@@ -281,9 +281,11 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     config, device = run.config, hardware.device
     one, schedule = plan_search.plan_iteration(config, run.model_config, layout, device, hardware.mfu)
     answers = schedule.answers_per_iteration
-    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
+    prompt, answer = one.lengths
+    lengths = f"{answer:,} tokens after prompts of {prompt:,}"
     yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"
-    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
+    batch, num_batches = one.decoding.batch, one.decoding.num_batches
+    batches = f"{num_batches:,} batches of {batch:,}" if num_batches > 1 else f"{batch:,} answers"
     yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
     yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
     yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")

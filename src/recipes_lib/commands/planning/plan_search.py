@@ -389,9 +389,16 @@ def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeCon
         # The search tries every micro-batch, and recomputation.
         shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
     else:
-        for batch in _list_smaller_batches(config):
-            change = ", ".join(f"{key}: {json.dumps(value)}" for key, value in batch.items())
-            yield change, config.with_training(batch), number
+        names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+        sampled, rows, steps = map(config.read, names)
+        for factor in (1, 2, 4, 8, 16):
+            batch = {"activation_checkpointing": config.read("activation_checkpointing") or True}
+            batch |= {names[0]: max(sampled // factor, 1)}
+            # Otherwise, the micro-batch determines the answers of an iteration.
+            if not rows % factor and not config.training.get("steps_per_generation"):
+                batch |= {names[1]: rows // factor, names[2]: steps * factor}
+            words = [f"{key}: {json.dumps(value)}" for key, value in batch.items() if value != config.read(key)]
+            yield ", ".join(words), config.with_training(batch), number
     for part in (part for part in (length // 2, length // 4) if part > shortest):
         tokens = dataclasses.replace(config.tokens, max_length=part)
         yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
@@ -410,24 +417,6 @@ def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeCon
                 changed = dataclasses.replace(adapted, quantization=quantized)
                 yield f"{how} on {bits}-bit weights ({keys}{key})", changed, number
     yield from ((f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16))
-
-
-def _list_smaller_batches(config: RecipeConfig) -> Iterator[dict[str, Any]]:
-    """Yield keys with which an iteration of reinforcement learning needs less and less memory for the same answers."""
-    keys = dict[str, Any]()
-    if not config.read("activation_checkpointing"):
-        keys = {"activation_checkpointing": True}
-        yield keys
-    names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-    sampled, rows, steps = map(config.read, names)
-    for factor in (2, 4, 8, 16):
-        if sampled >= factor and not config.engine.use_vllm:
-            keys = {**keys, names[0]: sampled // factor}
-            yield keys
-        # Otherwise, the micro-batch determines the answers of an iteration.
-        if not rows % factor and not config.training.get("steps_per_generation"):
-            keys = {**keys, names[1]: rows // factor, names[2]: steps * factor}
-            yield keys
 
 
 def _join_keys(keys: Mapping[str, Any]) -> str:

@@ -143,9 +143,8 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     if target:
         yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest run of the fit"
         before, after = (f"${{output_dir}}/{name}.json" for name in ("predicted", "compared"))
-        config = f"${{here}}/{_TARGET}.yaml"
         fitted = "--fit ${law.output}"
-        command = f"scale predict --config {config} {fitted} --output {before}"
+        command = f"scale predict --config ${{here}}/{_TARGET}.yaml {fitted} --output {before}"
         stages["predicted"] = {"command": command, "output": before}
         stages[_TARGET] = target | {"needs": ["predicted"]}
         run = f"${{{_TARGET}.output}}"

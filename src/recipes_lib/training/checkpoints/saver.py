@@ -387,7 +387,11 @@ class CheckpointSaver:
         self._write(staged, then=lambda: None)
         # Waits, because the files are compared with live weights, which the next step changes.
         self.finish()
-        self._report_unshared_disk(staged.folder)
+        PartialState().wait_for_everyone()  # The main process has written the manifest.
+        # A run resumes only where every machine sees its checkpoints.
+        machines = gather_objects(None if (staged.folder / COMPLETE).is_file() else platform.node())
+        if names := ", ".join(sorted({*filter(None, machines)})):
+            self._say(f"no resume: {names} does not see checkpoints; put output_dir on storage that all machines share")
         if not self.is_main:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
@@ -398,13 +402,6 @@ class CheckpointSaver:
         shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
-
-    def _report_unshared_disk(self, checkpoint: Path) -> None:
-        """Log the machines that do not see a complete checkpoint, because a run resumes only where all do."""
-        PartialState().wait_for_everyone()  # The main process has written the manifest.
-        machines = gather_objects(None if (checkpoint / COMPLETE).is_file() else platform.node())
-        if names := ", ".join(sorted({*filter(None, machines)})):
-            self._say(f"no resume: {names} does not see checkpoints; put output_dir on storage that all machines share")
 
     def finish(self) -> None:
         """Wait until the current checkpoint is published; raise its error."""
