@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from recipes_lib.commands import prove
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
+from recipes_lib.files import try_lock
 from recipes_lib.proving import checks
 from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
@@ -92,6 +94,13 @@ def test_page_is_written_after_each_check(tmp_path: Path, monkeypatch: pytest.Mo
     listed.append(Check("three", "is asked for", lambda _: {}))
     assert prove.main(["--output", str(tmp_path), "--only", "three"]) == EXIT_DONE
     assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("a", encoding="utf-8") as lock:
+        assert try_lock(lock)
+        with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: another `recipes prove` runs in it")):
+            prove.main(["--output", str(tmp_path), "--only", "environment"])
 
 
 def test_unknown_check_and_gpu_count_are_rejected(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_concurrent_run_is_rejected(project: Project) -> None:
     out.mkdir()
     with (out / "pipeline.json.lock").open("a") as file:
         assert try_lock(file)
-        with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+        with pytest.raises(ConfigError, match="is running this pipeline"):
             project.go()
     assert project.go() == 0
 
@@ -270,7 +270,7 @@ def test_job_of_one_stage_excludes_that_stage_and_longer_runs(project: Project) 
         assert try_lock(own, is_shared=True)
         assert project.go("c") == 0
         for names in ((), ("a",), ("b", "c")):
-            with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+            with pytest.raises(ConfigError, match="is running this pipeline"):
                 project.go(*names)
 
 
@@ -353,7 +353,7 @@ def test_stage_that_survives_killed_pipeline_is_not_started_again(project: Proje
     words = ["run", project.folder / "p.yaml", "--output_dir", project.folder / "out"]
     try:
         assert Launch("recipes_lib.cli", *words).finish().returncode == -signal.SIGKILL
-        with pytest.raises(ConfigError, match="another `recipes run` is running this pipeline"):
+        with pytest.raises(ConfigError, match="is running this pipeline"):
             project.go()
     finally:
         shutil.rmtree(waits)

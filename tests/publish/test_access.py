@@ -110,7 +110,7 @@ def test_transient_errors_are_retried_then_reported(hub, pauses):
 
 def test_offline_mode_and_missing_token_are_rejected(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="offline"):
+    with pytest.raises(ConfigError, match=r"offline.*\s+unset HF_HUB_OFFLINE"):
         find_target(KEYS)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))

@@ -7,18 +7,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
-from recipes_lib.files import explain_write_errors
+from recipes_lib.files import explain_write_errors, try_lock
+
+if TYPE_CHECKING:
+    from recipes_lib.proving.bench import Bench
+    from recipes_lib.proving.checks import Check
 
 PAGE = "results.md"
+_LOCK = "lock"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the checks that have not passed yet, within the time limit; return ``EXIT_USER`` if one fails.
 
     Raises:
-        ConfigError: There is no such check, or the machine has fewer GPUs than requested.
+        ConfigError: There is no such check, the machine has fewer GPUs than requested, or another process writes to the
+            folder.
     """
     parser = argparse.ArgumentParser(
         prog="recipes prove",
@@ -37,33 +44,47 @@ def main(arguments: Sequence[str]) -> int:
 
     from recipes_lib.proving.bench import Bench
     from recipes_lib.proving.checks import list_checks
-    from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
 
-    listed = list(list_checks())
-    prefixes = options.only or [""]  # The empty prefix selects all.
-    checks = [check for check in listed if check.name.startswith(tuple(prefixes))]
-    if unknown := [prefix for prefix in prefixes if not any(check.name.startswith(prefix) for check in checks)]:
-        remedy = f"write one of {', '.join(check.name for check in listed)}"
-        raise ConfigError(Problem("--only", f"there is no check {' or '.join(unknown)}", remedy))
+    checks = _choose(list(list_checks()), options.only or [""])  # The empty prefix selects all.
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     with explain_write_errors(output, "name another --output"):
         output.mkdir(parents=True, exist_ok=True)
+        (output / _LOCK).touch()
     found = torch.cuda.device_count() if device.type == "cuda" else 0
     num_gpus = found if options.gpus is None else options.gpus
     if not min(found, 1) <= num_gpus <= found:
         raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "remove it"))
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
-    began, rows = time.monotonic(), read_rows(output, bench.describe())
+    with (output / _LOCK).open("a", encoding="utf-8") as lock:
+        if try_lock(lock) is False:
+            raise ConfigError(Problem(str(output), "another `recipes prove` runs in it", "name another --output"))
+        return _prove(checks, bench, options.minutes, options.page)
+
+
+def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
+    """Return the checks whose names begin with one of the prefixes, each of which must match."""
+    checks = [check for check in listed if check.name.startswith(tuple(prefixes))]
+    if unknown := [prefix for prefix in prefixes if not any(check.name.startswith(prefix) for check in checks)]:
+        remedy = f"write one of {', '.join(check.name for check in listed)}"
+        raise ConfigError(Problem("--only", f"there is no check {' or '.join(unknown)}", remedy))
+    return checks
+
+
+def _prove(checks: Sequence[Check], bench: Bench, minutes: float, further_page: Path | None) -> int:
+    from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
+
+    output, began = bench.folder, time.monotonic()
+    rows = read_rows(output, bench.describe())
     bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
     for check in checks:
         if (row := rows.get(check.name)) is None or row.status != PASSED:
-            row = run_check(check, bench, 60 * options.minutes - (time.monotonic() - began))
+            row = run_check(check, bench, 60 * minutes - (time.monotonic() - began))
             add_row(output, row)
         rows[check.name] = row
         if row.status == PASSED:
             bench.passed[check.name] = row.figures
         # After each check: a rented machine may be lost before the last one.
-        for page in filter(None, (output / PAGE, options.page)):
+        for page in filter(None, (output / PAGE, further_page)):
             write_page(page, rows.values())
         sys.stdout.write(format_row(row) + "\n")
         sys.stdout.flush()

@@ -118,7 +118,8 @@ def _holding(folder: Path, only: str) -> Iterator[list[int]]:
             # `None` where the file system has no locks: two processes are the user's responsibility there.
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
                 remedy = f"wait until it ends, or stop it (`fuser {shlex.quote(file.name)}` prints its process id)"
-                raise ConfigError(Problem(str(folder), "another `recipes run` is running this pipeline", remedy))
+                found = "another `recipes run`, or a stage that one has left behind, is running this pipeline"
+                raise ConfigError(Problem(str(folder), found, remedy))
         yield [file.fileno() for file in opened]
 
 

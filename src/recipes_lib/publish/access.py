@@ -163,7 +163,9 @@ def _request(name: str, request: Callable[[HfApi], T]) -> T:
             found = f"the Hub does not let this account write to {name} ({describe(error)})"
             raise _problem("push_to_hub", found, "use a token that may: `hf auth whoami` says whose it is") from error
         found = f"the Hub did not answer for {name}: {describe(error)}"
-        raise _problem("push_to_hub", found, "check the network and the token with `hf auth whoami`") from error
+        remedy = "check the network and the token with `hf auth whoami`"
+        remedy = "unset HF_HUB_OFFLINE" if isinstance(error, OfflineModeIsEnabled) else remedy
+        raise _problem("push_to_hub", found, remedy) from error
 
 
 def _problem(key: str, found: str, remedy: str) -> ConfigError:
