@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 ROWS = [{"question": f"{n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
 KEYS = {"reward_funcs": "[recipes_lib.rl.verifiers:final_number]", "bf16": False}
 
@@ -11,6 +13,15 @@ def test_valid_run_is_described_in_answers_and_steps(run_check):
     assert not problems
     assert "reward: 1 final_number" in output
     assert "16 answers to 4 prompts at a time, 16 a step: 5 steps, 1 epochs" in output
+
+
+@pytest.mark.parametrize("num_unread", [0, 3, 20])
+def test_right_answers_that_verifier_cannot_read_are_reported(run_check, num_unread):
+    rows = [{**row, "answer": "1/4"} if number < num_unread else row for number, row in enumerate(ROWS)]
+    problems, output = run_check("grpo", rows, num_generations=4, **KEYS)
+    found = f"final_number reads no right answer in {num_unread} of the first 20 prompts"
+    assert [found in problem.found for problem in problems] == [True] * (num_unread == 20)
+    assert (f"warning: {found}" in output) == (num_unread == 3)
 
 
 def test_indivisible_groups_are_reported(run_check):

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.inspection.sections import Inspection, Report
 from recipes_lib.quantities import format_bytes
+
+_MAX_REFERENCES: Final = 1000
+"""First prompts whose right answers are read."""
 
 
 class SFTInspection(Inspection):
@@ -270,12 +273,38 @@ class PPOInspection(Inspection):
         names = list(functions := load_reward_functions(rewards.reward_funcs or []))
         if self._data:
             verify_arguments(functions, self._data.train[0].columns)
+            self._check_references(functions, report)
         if rewards.reward_model_name_or_path is not None:
             self._check_reward_model(rewards.reward_model_name_or_path, report)
             names.append(MODEL)
         weights = rewards.reward_weights or [1.0] * len(names)
         terms = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
         report(f"reward: {terms}")
+
+    def _check_references(self, functions: Mapping[str, Any], report: Report) -> None:
+        """Report the prompts whose right answer a verifier cannot read: answers to them have no reward.
+
+        Raises:
+            ConfigError: These are all prompts that were read.
+        """
+        from recipes_lib.rl.rewards import Rewards
+        from recipes_lib.rl.verifiers import exact_match, final_number
+
+        assert self._data is not None
+        prompts = [self._data.train[number] for number in range(min(len(self._data.train), _MAX_REFERENCES))]
+        count = len(prompts)
+        for name, function in functions.items():
+            if function not in (exact_match, final_number):  # Others may run programs, or call a server.
+                continue
+            one = Rewards({name: function}, None, [1.0])
+            num_unread = one.score(prompts, [""] * count, [[]] * count, [True] * count).total.count(None)
+            found = f"{name} reads no right answer in {num_unread:,} of the first {count:,} prompts"
+            if num_unread == count:
+                raise ConfigError(
+                    Problem("reward_funcs", found, "name the column (`dataset_columns`) or another function")
+                )
+            if num_unread:
+                report(f"warning: {found}, and answers to them have no reward")
 
     def _check_reward_model(self, name: str, report: Report) -> None:
         """Verify that the reward model exists, and report if it has too few positions for the longest answer."""
