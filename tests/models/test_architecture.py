@@ -75,6 +75,24 @@ def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) ->
     assert start_causal_lm(run, config, "sdpa", seed=0).config.hidden_size == 64
 
 
+LINEAR = {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5, "rope_type": "default"}),
+        ({"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected) -> None:
+    published = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "transformers_version": "4.45.0"}
+    config = build_model_config(SMALL | published | given | {"model_type": "llama"}, tiny_tokenizer, 64)
+    assert expected.items() <= config.rope_parameters.items()
+    assert config.dtype is None
+
+
 @pytest.mark.parametrize(
     ("architecture", "found", "remedy"),
     [
@@ -87,6 +105,8 @@ def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) ->
         (SMALL | {"model_type": "llama", "num_key_value_heads": 8}, "`num_key_value_heads` (8) contradict", "divisor"),
         (SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 2}, "`num_key_value_heads` (2)", "heads: 4"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
+        ({"model_type": "qwen2", "use_mrope": False}, "a qwen2 model has no `use_mrope`", "delete it"),
+        ({"model_type": "gpt_neox", "rope_theta": 5e5}, "a gpt_neox model drops `rope_theta`", "`rope_parameters`"),
     ],
 )
 def test_invalid_model_config_is_refused(tiny_tokenizer, architecture, found: str, remedy: str) -> None:

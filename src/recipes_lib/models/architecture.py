@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,8 @@ from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tenso
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.structure import freeze_outside_text, list_layer_configs
 
+_MOVED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+"""Keys in published ``config.json`` files that transformers moves into ``rope_parameters``."""
 VOCAB_MULTIPLE: Final = 64
 """Vocabulary sizes are rounded up to a multiple of this, which is faster on tensor cores."""
 
@@ -91,6 +94,8 @@ def build_model_config(
     config_class = CONFIG_MAPPING[model_type]
     aliases = getattr(config_class, "attribute_map", {})
     known = {field.name for field in dataclasses.fields(config_class)} | set(aliases) | _list_optional(config_class)
+    known |= _MOVED if "rope_parameters" in known else set()
+    given.pop("torch_dtype", None)  # In published files: that of the weights, which the recipe's `dtype` sets.
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
     # Ceiling division.
@@ -110,6 +115,7 @@ def build_model_config(
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
     _verify_heads(model_config.get_text_config())
+    _verify_moved({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
     return model_config
 
 
@@ -170,6 +176,26 @@ def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
     return set(re.findall(r'self\.(\w+) = getattr\(config, "\1"', source))
 
 
+def _verify_moved(given: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` for keys of ``_MOVED`` that a class with defaults of its own drops, such as GPT-NeoX."""
+    found = list(_list_values(getattr(model_config, "rope_parameters", None)))
+    problems = [
+        Problem("model_config", f"a {model_config.model_type} model drops `{key}`", "write it in `rope_parameters`")
+        for key, value in given.items()
+        if not all(one in found for one in _list_values(value))
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _list_values(value: Any) -> Iterator[Any]:
+    """Yield the values of a mapping of any depth; nothing for ``None``."""
+    if isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_list_values, value.values()))
+    elif value is not None:
+        yield value
+
+
 def _verify_heads(text_config: PreTrainedConfig) -> None:
     """Raise a ``ConfigError`` if query heads cannot share the key heads, for which torch would raise in training."""
     for layer in list_layer_configs(text_config):
@@ -184,7 +210,7 @@ def _verify_heads(text_config: PreTrainedConfig) -> None:
 
 
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
-    remedy = suggest(key, known, "see the model's documentation in transformers")
+    remedy = suggest(key, known, "delete it: transformers does not read it")
     return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
 
 
