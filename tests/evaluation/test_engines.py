@@ -320,6 +320,7 @@ def test_fingerprint_of_hub_tokenizer_is_its_commit(
 @pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])
 def test_fingerprint_includes_adapter_base_and_tokenizer(model: Path, tmp_path: Path, way: str) -> None:
     folder = save_adapter(model, tmp_path / "adapter")
+    shutil.copy(model / "config.json", folder)  # As axolotl does.
     config = EvalConfig(model_name_or_path=str(folder), tokenizer_name_or_path=str(model))
     before = describe_model(config)
     (model / "README.md").write_text("a card decides nothing")

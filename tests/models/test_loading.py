@@ -139,7 +139,7 @@ def test_tied_weights_that_differ_are_refused(model_dir: Path) -> None:
 def test_adapter_in_the_folder_of_a_model_is_refused(model_dir: Path) -> None:
     (model_dir / "adapter_config.json").write_text("{}")
     _, found, _ = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
-    assert found == f"{model_dir} has a model and an adapter"
+    assert found == f"{model_dir} has an adapter beside the config.json of a model"
 
 
 @pytest.mark.parametrize("name", ["", "model-q4_0.gguf"])

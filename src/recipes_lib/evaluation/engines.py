@@ -422,10 +422,10 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     found = explain(f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else error, read_key())
     reason = found.removesuffix(":")  # A timeout has no message.
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
-    # By name, because aiohttp is a dependency of lm-eval's: its error of a closed connection is no `OSError`, and an
-    # error status is one for requests only.
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    is_down = status is None and not kinds.isdisjoint(("OSError", "ClientConnectionError"))
+    from aiohttp import ClientConnectionError  # Of the extra `eval`.
+
+    # aiohttp's error of a closed connection is no `OSError`; an error status is one for requests only.
+    is_down = status is None and isinstance(error, OSError | ClientConnectionError)
     remedy = RESUME_REMEDY if is_down else choose_remedy(status, remedy)
     raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 

@@ -199,8 +199,9 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     name, revision = config.model_name_or_path, config.model_revision
     if config.base_url is not None:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
-    verify_folder(name)
     adapter = find_adapter(name, revision)
+    if adapter is None:  # Beside an adapter, a `config.json` is that of its base, as axolotl writes it.
+        verify_folder(name)
     # PEFT would search the Hub for missing weights.
     if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():
         remedy = "name a complete adapter; convert pickled weights, which can run code, only if you trust them"

@@ -229,7 +229,9 @@ def verify_folder(name: str) -> None:
         found, remedy = f"{name} is a checkpoint in shards", f"run `recipes export {name} FOLDER`, and name FOLDER"
     elif all((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         # transformers would load the sum of both, and train nothing.
-        found, remedy = f"{name} has a model and an adapter", "move adapter_config.json and its weights elsewhere"
+        found = f"{name} has an adapter beside the config.json of a model"
+        remedy = f"to train their sum, run `recipes merge --adapter {name} --output FOLDER`, and name FOLDER; "
+        remedy += "to train the model, move adapter_config.json elsewhere"
     if found:
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 

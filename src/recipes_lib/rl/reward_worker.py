@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from decimal import Decimal
@@ -90,15 +90,22 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """
     result = function(**given)
     if inspect.isawaitable(result):
-        waiting, is_free = _wait_for(result), asyncio._get_running_loop() is None
-        # A notebook runs an event loop in this thread, which can run no other beside it.
-        with ThreadPoolExecutor(1) as other:
-            result = _RUNNER.run(waiting) if is_free else other.submit(_RUNNER.run, waiting).result()
+        result = _run(_wait_for(result))
     # By methods of arrays and tensors, because the worker imports neither numpy nor torch.
     result = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(result, list | tuple | Iterator):
         return result
     return [one.item() if hasattr(one, "item") else float(one) if isinstance(one, Decimal) else one for one in result]
+
+
+def _run(waiting: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _RUNNER.run(waiting)
+    # A notebook runs an event loop in this thread, which can run no other beside it.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_RUNNER.run, waiting).result()
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
