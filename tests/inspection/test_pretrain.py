@@ -109,3 +109,10 @@ def test_recipe_is_inferred_from_file_name(tmp_path, tiny_tokenizer_dir, name, c
     assert "already prepared" in output
     assert "trained on" in output
     assert main(["check", "--recipe", "pretrian", "--config", str(tmp_path / name)]) == 2
+
+
+def test_model_that_cannot_be_built_is_one_problem(tmp_path, tiny_tokenizer_dir) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    architecture = {"model_type": "llama", "rope_scaling": {"rope_type": "nope"}, **sizes}
+    problems, _ = run_check(build_config(tmp_path, tiny_tokenizer_dir, model_config=architecture))
+    assert [problem.found for problem in problems] == ["a llama model cannot be built: 'nope'"]

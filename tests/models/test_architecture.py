@@ -83,6 +83,7 @@ LINEAR = {"type": "linear", "factor": 2.0}
     [
         ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
         ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5, "rope_type": "default"}),
+        ({"rope_theta": None}, {"rope_theta": 1e4, "rope_type": "default"}),
         ({"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}),
     ],
 )
@@ -91,6 +92,7 @@ def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected
     config = build_model_config(SMALL | published | given | {"model_type": "llama"}, tiny_tokenizer, 64)
     assert expected.items() <= config.rope_parameters.items()
     assert config.dtype is None
+    assert LINEAR == {"type": "linear", "factor": 2.0}, "the recipe is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,8 @@ def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected
         (SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 2}, "`num_key_value_heads` (2)", "heads: 4"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
         ({"model_type": "qwen2", "use_mrope": False}, "a qwen2 model has no `use_mrope`", "delete it"),
+        ({"model_type": "llama", "rope_theta": "5e5 "}, "`rope_theta` is '5e5 '", "a positive number"),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": 0}}, "`rope_theta` is 0", "a positive number"),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "a gpt_neox model drops `rope_theta`", "`rope_parameters`"),
     ],
 )

@@ -139,6 +139,7 @@ class Inspection(ABC):
         from recipes_lib.models.model_files import find_damage
         from recipes_lib.models.quantization import find_unquantized
         from recipes_lib.models.structure import find_dropped_modules
+        from recipes_lib.planning.compute import build_on_meta
         from recipes_lib.training.layouts.memory_layout import verify_model
 
         if name := self.config.model.model_name_or_path:
@@ -147,9 +148,10 @@ class Inspection(ABC):
                 report(f"warning: {name}: {damage}")
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
-        self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
+        model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
+        model = build_on_meta(model_config)
+        self.model_config = model_config  # Later checks of one that cannot be built would report it again.
         verify_model(self.model_config, self.launch)
-        model = _build_on_meta(self.model_config)
         if self.config.read("activation_checkpointing") is True:
             enable_checkpointing(model, self.config.read("activation_checkpointing_kwargs"))
         self.num_parameters = int(model.num_parameters())
@@ -310,6 +312,7 @@ class Inspection(ABC):
 
         Missing packages are not errors, because the machine of the run may have them.
         """
+        from recipes_lib.planning.compute import build_on_meta
         from recipes_lib.planning.memory import find_dtype
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import (
@@ -322,7 +325,7 @@ class Inspection(ABC):
 
         verify_optimizer(self.config, is_installed=True)
         if self.model_config is not None:
-            model = _build_on_meta(self.model_config)
+            model = build_on_meta(self.model_config)
             coefficient = self.config.training.get("router_aux_loss_coef")
             configure_router_loss(model, coefficient, self.launch, by_default=self.balances_experts)
             if not self.config.adapter.use_peft:
@@ -360,9 +363,10 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.adapters.lora import add_adapter
+        from recipes_lib.planning.compute import build_on_meta
         from recipes_lib.planning.disk import count_state_bytes
 
-        model, num_saved = _build_on_meta(self.model_config), self.num_parameters
+        model, num_saved = build_on_meta(self.model_config), self.num_parameters
         if self.config.adapter.use_peft:
             with torch.device("meta"):
                 model = add_adapter(model, self.config.adapter, seed=0)
@@ -383,19 +387,6 @@ class Inspection(ABC):
         from recipes_lib.publish.access import find_target
 
         report(str(find_target(self.config.training)))
-
-
-def _build_on_meta(model_config: Any) -> Any:
-    """Build a model on the meta device, with the parameters frozen that loading freezes."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from recipes_lib.models.structure import freeze_outside_text
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
-    freeze_outside_text(model)
-    return model
 
 
 _SOURCE_KEYS: Final = ("config", "revision", "split", "columns")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -86,7 +87,8 @@ def build_model_config(
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
             unknown key. Or the numbers of heads contradict each other.
     """
-    given = dict(architecture)
+    # A copy, because transformers adds to nested mappings; published files have null for what they lack.
+    given = {key: copy.deepcopy(value) for key, value in architecture.items() if key not in _MOVED or value is not None}
     model_type = given.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         remedy = suggest(model_type or "", CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
@@ -115,7 +117,7 @@ def build_model_config(
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
     _verify_heads(model_config.get_text_config())
-    _verify_moved({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
+    _verify_rope({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
     return model_config
 
 
@@ -176,14 +178,21 @@ def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
     return set(re.findall(r'self\.(\w+) = getattr\(config, "\1"', source))
 
 
-def _verify_moved(given: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
-    """Raise a ``ConfigError`` for keys of ``_MOVED`` that a class with defaults of its own drops, such as GPT-NeoX."""
-    found = list(_list_values(getattr(model_config, "rope_parameters", None)))
-    problems = [
-        Problem("model_config", f"a {model_config.model_type} model drops `{key}`", "write it in `rope_parameters`")
-        for key, value in given.items()
-        if not all(one in found for one in _list_values(value))
-    ]
+def _verify_rope(moved: Mapping[str, Any], model_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` for a base that is no positive number, for which torch would raise or give NaN.
+
+    And for keys of ``_MOVED`` that a class with defaults of its own drops, such as that of GPT-NeoX.
+    """
+    rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
+    found, problems = list(_list_values(rope)), []
+    for layer in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+        base = layer.get("rope_theta", 1.0)
+        if not isinstance(base, int | float) or not base > 0:
+            problems.append(Problem("model_config", f"`rope_theta` is {base!r}", "write a positive number: 10000.0"))
+    for key, value in moved.items():
+        if not all(one in found for one in _list_values(value)):
+            dropped = f"a {model_config.model_type} model drops `{key}`"
+            problems.append(Problem("model_config", dropped, "write it in `rope_parameters`"))
     if problems:
         raise ConfigError(*problems)
 

@@ -64,7 +64,8 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
     Source: Chowdhery et al. 2022 (PaLM), appendix B; equal to ``torch.utils.flop_counter`` in
     ``tests/planning/test_compute.py``.
     """
-    model, inner = _build_on_meta(config)
+    model = build_on_meta(config)
+    inner = _list_inner(model)
     text_config: Any = config.get_text_config(decoder=True)
     head, num_weights = model.get_output_embeddings(), _count_active_weights(inner, text_config)
     passes = FORWARD_AND_BACKWARD - is_frozen
@@ -170,8 +171,8 @@ def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Ite
         raise ConfigError(Problem("model_config", found, remedy)) from error
 
 
-def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
-    """Build a model on the meta device; return it, and the parameters of its text layers and final norm.
+def build_on_meta(config: PretrainedConfig) -> Any:
+    """Build a model on the meta device, with the parameters frozen that loading freezes.
 
     Raises:
         ConfigError: No causal language model can be built from this configuration.
@@ -180,9 +181,14 @@ def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
     with torch.device("meta"), explaining_model(config, "cannot be built", remedy):
         model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         freeze_outside_text(model)
+    return model
+
+
+def _list_inner(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of the text layers and the final norm."""
     head = model.get_output_embeddings()
     inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
-    return model, [one for module in inner for one in module.parameters(recurse=False) if one.requires_grad]
+    return [one for module in inner for one in module.parameters(recurse=False) if one.requires_grad]
 
 
 def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
@@ -282,7 +288,8 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
 
     Source: published counts of models in ``tests/planning/test_model_size.py``.
     """
-    model, inner = _build_on_meta(config)
+    model = build_on_meta(config)
+    inner = _list_inner(model)
     text, alone = sum(one.numel() for one in model.parameters() if one.requires_grad), set(inner)
     matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
     met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))
