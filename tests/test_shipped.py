@@ -25,6 +25,10 @@ def test_working_directory_takes_precedence(tmp_path: Path, monkeypatch: pytest.
     mine.parent.mkdir()
     mine.write_text("mine")
     assert find_launch_file("fsdp2") == mine
+    # Both extensions of YAML make a name a path.
+    for name in ("other.yaml", "other.yml"):
+        Path(name).touch()
+        assert find_launch_file(name) == Path(name)
 
 
 def test_other_paths_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

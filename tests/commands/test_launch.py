@@ -217,6 +217,14 @@ def test_invalid_launch_is_rejected_before_start(flags, words, monkeypatch):
         launching.main([*([] if "--config" in flags else ["--config", CONFIG]), "--dry_run", *flags])
 
 
+def test_fp8_is_verified_before_accelerate_refuses_it(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("accelerate has started the recipe"))
+    with pytest.raises(ConfigError, match="fp8 needs a GPU of compute capability 8.9 or higher"):
+        launching.main(["--config", "recipes/configs/llama2-70b/pretrain.yaml", "--hardware", "fp8"])
+
+
 def test_processes_verify_expected_launch(monkeypatch):
     monkeypatch.setenv("RECIPES_LAUNCHED", "")
     expect_launch(Launch(rank=0, local_rank=0, world_size=2, engine="FSDP"))

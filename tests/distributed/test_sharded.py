@@ -29,6 +29,8 @@ from recipes_lib.commands.weights.export import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
 PACKED, LORA = "sft packed", "lora padded"
+WHOLE_STATE = ("--fsdp_state_dict_type", "FULL_STATE_DICT")
+"""What most public launch files have: without effect, since checkpoints are sharded and the final model is whole."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     jobs["from one"] = resume(jobs[LORA], alone / LORA)
     jobs["bf16"] = in_bf16(jobs[PACKED])
     jobs["nan"] = {**jobs[PACKED], "fault": "nan loss"}
-    return folder, sharding.run_jobs(jobs, folder, "fsdp2", *FULL_PRECISION)
+    return folder, sharding.run_jobs(jobs, folder, "fsdp2", *FULL_PRECISION, *WHOLE_STATE)
 
 
 @pytest.mark.parametrize("cell", [PACKED, LORA])

@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The configuration is invalid; the launch file or pipeline schedule does not exist, is incompatible
             with the recipe, is for one process instead of several, or needs GPUs that this machine lacks; or the
-            address of machine 0 is unknown.
+            address of machine 0 is unknown. As ``verify_fp8``, except for a dry run.
     """
     about = "Start a recipe on one or several machines: print accelerate's command, and execute it."
     parser = argparse.ArgumentParser(prog="recipes launch", description=about, allow_abbrev=False)
@@ -177,6 +177,11 @@ def main(argv: Sequence[str]) -> int:
     meeting = f", which wait for each other at {where}" if machines.num_machines > 1 else ""
     sys.stderr.write(f"{machines.source}, {number} by {file}{meeting}:\n{line}\n")
     if not options.dry_run:
+        if launch.precision == "fp8":
+            # Not at module level: it imports transformers. The recipe would call it after accelerate's own traceback.
+            from recipes_lib.training.trainers.arguments import verify_fp8
+
+            verify_fp8(launch.precision)
         expect_launch(launch)
         _execute(command, is_alone=document["distributed_type"] == "NO")
     return EXIT_DONE

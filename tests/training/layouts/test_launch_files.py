@@ -71,7 +71,7 @@ def test_complete_launch_file_is_read_as_by_accelerate(
     launch = read_launch(name_variables(document))
     assert launch.engine == document["distributed_type"]
     if launch.engine == "FSDP":
-        assert (launch.layout.fsdp_version, launch.layout.state_dict_type) == (2, "FULL_STATE_DICT")
+        assert launch.layout.fsdp_version == 2
         assert (launch.layout.recomputes, launch.layout.sizes) == (True, {"dp_shard": 2, "tp": 2})
     else:
         assert (launch.layout.zero_stage, launch.layout.gathers_on_save) == (3, True)
@@ -80,12 +80,12 @@ def test_complete_launch_file_is_read_as_by_accelerate(
 
 
 def test_fsdp_keys_without_prefix_are_read_as_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = {**MULTI_GPU, "fsdp_config": {"version": 2, "offload_params": True, "fsdp_state_dict_type": "FULL"}}
+    document = {**MULTI_GPU, "fsdp_config": {"version": 2, "offload_params": True}}
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump(document))
     compare(file, monkeypatch)
     layout = read_launch(name_variables(document)).layout
-    assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
+    assert (layout.fsdp_version, layout.offloads_weights) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ def test_precision_defaults_to_bf16_on_supporting_hardware(tmp_path, monkeypatch
     [
         ({}, "fp16", (False, True)),
         ({}, "fp8", (False, False)),
+        ({"bf16": True}, "fp8", (False, False)),
         ({}, "bf16", (True, False)),
         ({"bf16": True}, "fp16", (True, False)),
         ({"bf16": False}, "fp16", (False, True)),

@@ -136,7 +136,6 @@ _LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
     "number of micro-batches": lambda launch: launch.layout.accumulation is not None,
     "gradient clipping": lambda launch: launch.layout.clipping is not None,
     "sharding strategy": lambda launch: launch.layout.has_strategy,
-    "whole state dict": lambda launch: launch.layout.state_dict_type != "SHARDED_STATE_DICT",
     "sharded save": lambda launch: not launch.layout.gathers_on_save,
     "recomputation": lambda launch: launch.layout.recomputes,
     "offload or recomputation": lambda launch: launch.layout.offloads_weights or launch.layout.recomputes,

@@ -64,7 +64,6 @@ class Layout:
     Attributes:
         uses_cpu: Whether the file sets ``use_cpu``; False in several processes that ``recipes launch`` did not start.
         fsdp_version: 1 or 2.
-        state_dict_type: FSDP state dict type, such as ``SHARDED_STATE_DICT``.
         has_strategy: Whether FSDP has a sharding strategy of FSDP1 other than ``fsdp_sharding_strategy: FULL_SHARD``.
         recomputes: Whether FSDP applies activation checkpointing.
         offloads_weights: Whether FSDP offloads weights to the host.
@@ -80,7 +79,6 @@ class Layout:
 
     uses_cpu: bool = False
     fsdp_version: int = 1
-    state_dict_type: str = "SHARDED_STATE_DICT"
     has_strategy: bool = False
     recomputes: bool = False
     offloads_weights: bool = False
@@ -208,7 +206,6 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
     return Layout(
         uses_cpu=_is_true(env, _USES_CPU),
         fsdp_version=_read_number(env, "FSDP_VERSION", 1, least=1),
-        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         has_strategy=reshards.lower() not in ("true", "false") or strategy.upper() not in ("1", "FULL_SHARD", "NONE"),
         recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
         offloads_weights=_is_true(env, "FSDP_OFFLOAD_PARAMS"),

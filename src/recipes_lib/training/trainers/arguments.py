@@ -129,8 +129,11 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
     if fp16 is None:
         fp16 = launched == "fp16" and not bf16
     use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
-    if bf16 is None:
-        bf16 = launched != "fp8" and not fp16 and (launched == "bf16" or supports_bf16(use_cpu=use_cpu))
+    if launched == "fp8":
+        # accelerate computes the other products in bf16; with `bf16` in the arguments, it would compute all in bf16.
+        bf16 = False
+    elif bf16 is None:
+        bf16 = not fp16 and (launched == "bf16" or supports_bf16(use_cpu=use_cpu))
     return {"bf16": bf16, "fp16": bool(fp16), "use_cpu": use_cpu}
 
 
