@@ -184,6 +184,8 @@ def test_missing_distributed_backend_is_refused(tmp_path):
     """transformers would report an uninitialised process group."""
     with pytest.raises(ConfigError, match="ddp_backend: this torch has no backend 'mccl'"):
         build_training_arguments(make_config(tmp_path, ddp_backend="mccl"), ONE, has_eval=False)
+    # One process has no process group.
+    build_training_arguments(make_config(tmp_path, ddp_backend="gloo"), ONE, has_eval=False)
 
 
 @pytest.mark.parametrize("keys", [{}, {"bf16": True}])

@@ -213,6 +213,9 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
     if backend and not torch.distributed.is_backend_available(backend):
         where, found = config.provenance.get("ddp_backend", "ddp_backend"), f"this torch has no backend {backend!r}"
         raise ConfigError(Problem(where, found, "delete the line: the default is nccl on GPUs and gloo on CPUs"))
+    if launch.world_size == 1:
+        # accelerate 1.15 would look for a process group.
+        arguments = {**arguments, "ddp_backend": None}
     if arguments["use_cpu"] and launch.world_size > 1 and not is_distributed():
         # transformers 5.23 ignores `ddp_timeout` on CPUs; accelerate takes the process group that exists.
         timeout = timedelta(seconds=arguments.get("ddp_timeout", TrainingArguments.ddp_timeout))
