@@ -135,7 +135,7 @@ class Inspection(ABC):
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
-        from recipes_lib.models.loading import load_tokenizer, verify_folder
+        from recipes_lib.models.loading import describe_ids_beyond, load_tokenizer, verify_folder
         from recipes_lib.models.quantization import find_unquantized
         from recipes_lib.models.structure import find_dropped_modules
         from recipes_lib.planning.compute import build_on_meta
@@ -145,7 +145,7 @@ class Inspection(ABC):
             verify_folder(name)
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
-        model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
+        model_config, generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
         model = build_on_meta(model_config)
         self.model_config = model_config  # Later checks of one that cannot be built would report it again.
         verify_model(self.model_config, self.launch)
@@ -157,7 +157,9 @@ class Inspection(ABC):
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
         experts = find_unquantized(model) if self.config.quantization.is_quantized else None
-        for caution in filter(None, (find_dropped_modules(model, self.model_config), experts)):
+        text_config = model_config.get_text_config()
+        beyond = describe_ids_beyond(text_config.vocab_size, text_config, generation_config)
+        for caution in filter(None, (find_dropped_modules(model, model_config), experts, beyond)):
             report(f"warning: {caution}")
         needs_head = False if self.config.recipe == "reward" else None
         self.check_weights(report, "model_name_or_path", self.config.model, needs_head=needs_head)

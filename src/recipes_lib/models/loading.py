@@ -47,6 +47,7 @@ from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 
+SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
     (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
@@ -471,6 +472,16 @@ def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     """Return a clause about optional tokens without an embedding row; empty if there are none."""
     _, spare = find_tokens_without_row(config, tokenizer)
     return f"; no text may contain {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
+
+
+def describe_ids_beyond(num_ids: int, *configs: PreTrainedConfig | GenerationConfig) -> str:
+    """Return a clause about special tokens of configurations with ids of ``num_ids`` or more; empty without such."""
+    ids = [
+        (name, token_id) for one in configs for name in SPECIAL_TOKENS for token_id in _ids(getattr(one, name, None))
+    ]
+    # Published files also have strings there, which transformers ignores.
+    beyond = {f"{name} {token_id}" for name, token_id in ids if isinstance(token_id, int) and token_id >= num_ids}
+    return f"there are {num_ids:,} token ids, and none is {list_first(sorted(beyond))}" if beyond else ""
 
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:
