@@ -41,8 +41,8 @@ from recipes_lib.models.loading import (
     load_causal_lm,
     load_model_config,
     load_tokenizer,
-    verify_checkpoint,
 )
+from recipes_lib.models.saved_weights import verify_checkpoint
 
 
 def config_for(path: Path | str, **changes: Any) -> ModelConfig:

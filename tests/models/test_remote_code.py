@@ -10,8 +10,7 @@ import pytest
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-from recipes_lib.models.remote_code import list_code, verify_remote_code
+from recipes_lib.models.loading import list_code, load_causal_lm, load_model_config, load_tokenizer, verify_remote_code
 
 COMMIT = "0" * 40
 

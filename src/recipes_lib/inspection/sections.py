@@ -177,8 +177,8 @@ class Inspection(ABC):
             ConfigError: As ``verify_checkpoint``.
         """
         from recipes_lib.models.heads.score_head import verify_reward_checkpoint
-        from recipes_lib.models.loading import verify_checkpoint
         from recipes_lib.models.model_files import find_damage
+        from recipes_lib.models.saved_weights import verify_checkpoint
 
         if damage := find_damage(Path(str(model.model_name_or_path))):
             report(f"warning: {model.model_name_or_path}: {damage}")

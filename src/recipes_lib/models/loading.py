@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,22 +32,25 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils.hub import cached_file
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
-from recipes_lib.files import read_json, read_text
-from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model, read_header_shapes
+from recipes_lib.files import read_json, read_record, read_text
+from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
-from recipes_lib.models.remote_code import verify_remote_code
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
 from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 
+_NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
+"""Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
 SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
@@ -267,7 +271,7 @@ def load_pretrained(
         # transformers' default for quantised weights is a GPU, also for a run on the CPU of a machine with one.
         options["device_map"] = {"": "cpu"}
     options |= {"attn_implementation": attn_implementation, "quantization_config": quantization}
-    model, missing = _read_checkpoint(auto_class, config, may_lack, may_hold, options)
+    model, missing = read_checkpoint(auto_class, config, may_lack, may_hold, options)
     cautions = find_dropped_modules(model, load_model_config(config)[0]), quantization and find_unquantized(model)
     for caution in filter(None, cautions):
         logger.warning("%s: %s", name, caution)
@@ -287,46 +291,7 @@ def load_pretrained(
     return model, missing
 
 
-def verify_checkpoint(
-    config: ModelConfig,
-    auto_class: Any = AutoModelForCausalLM,
-    *,
-    may_lack: Collection[str] = (),
-    may_hold: Collection[str] = (),
-    **changes: Any,
-) -> None:
-    """Verify names and shapes of the tensors of a local checkpoint as ``load_pretrained``, which maps the names.
-
-    Reads the headers of its files only. Passes what is not read: Hub ids, quantised checkpoints, those with code of
-    their own, and folders without weights, because the machine of the run may have them.
-
-    Args:
-        config: Name of the model.
-        auto_class: As for ``load_pretrained``.
-        may_lack: As for ``load_pretrained``.
-        may_hold: As for ``load_pretrained``.
-        **changes: Values of the model's configuration that differ from its ``config.json``.
-
-    Raises:
-        ConfigError: As ``load_pretrained``, except for tied weights that differ.
-    """
-    folder = Path(str(config.model_name_or_path))
-    shapes = read_header_shapes(folder)
-    if not shapes and any(folder.glob("pytorch_model*.bin")):
-        _read_checkpoint(auto_class, config, may_lack, may_hold, {})  # Raises without opening them.
-    model_config = load_model_config(config)[0] if shapes else None
-    if model_config is None or any(hasattr(model_config, name) for name in ("quantization_config", "auto_map")):
-        return
-    model_config.update(changes)
-    with explained("model_name_or_path", str(config.model_name_or_path)), torch.device("meta"):
-        model = auto_class.from_config(model_config)
-    # Not by the files themselves, which torch would map into memory: too much for a laptop. Auto classes need them.
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    source = {"pretrained_model_name_or_path": None, "config": model.config, "state_dict": tensors}
-    _read_checkpoint(type(model), config, may_lack, may_hold, {**source, "device_map": "meta"})
-
-
-def _read_checkpoint(
+def read_checkpoint(
     auto_class: Any,
     config: ModelConfig,
     may_lack: Collection[str],
@@ -554,3 +519,71 @@ def _first_line(error: Exception) -> str:
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
     return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
+
+
+def verify_remote_code(config: ModelConfig) -> None:
+    """Require a pinned commit for code from the Hub, so that it can be reviewed.
+
+    Raises:
+        ConfigError: With ``trust_remote_code``, a repository has no pinned commit; or its ``auto_map`` refers to
+            another repository, whose latest commit transformers would run.
+    """
+    if not config.trust_remote_code:
+        return
+    repositories = [(str(config.model_name_or_path), "model_revision", config.model_revision)]
+    if config.tokenizer_name_or_path is not None or config.tokenizer_revision is not None:
+        name = config.tokenizer_name_or_path or str(config.model_name_or_path)
+        repositories.append((name, "tokenizer_revision", config.tokenizer_revision))
+    for name, key, revision in repositories:
+        is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+        if not is_commit and not Path(name).is_dir():
+            found = f"the code of {name} would run at an unpinned version"
+            remedy = f"set {key} to the 40-digit commit that you have reviewed"
+            raise ConfigError(Problem("trust_remote_code", found, remedy))
+        for other in sorted(set(_list_owners(name, revision)) - {name}):
+            found = f"{name} runs code of another repository, {other}, at an unpinned version"
+            remedy = f"put the reviewed code into a copy of {name}, and remove `{other}--` from its `auto_map`"
+            raise ConfigError(Problem("trust_remote_code", found, remedy))
+
+
+def list_code(folder: Path) -> set[str]:
+    """Return the code files of a folder that its configurations refer to, with their relative imports."""
+    references = [one for file in _NAMES_CODE for one in _list_references(folder / file) if "--" not in one]
+    waiting = {f"{reference.split('.')[0]}.py" for reference in references}
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (folder / name).is_file():
+            found.add(name)
+            waiting |= {f"{module}.py" for module in get_relative_imports(folder / name)}
+    return found
+
+
+def _list_owners(name: str, revision: str | None) -> Iterator[str]:
+    """Yield the other repositories whose code a repository or folder refers to."""
+    for file in _NAMES_CODE:
+        try:
+            path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+        except (OSError, ValueError):
+            continue  # Loading reports the reason.
+        for reference in _list_references(Path(path)) if path else ():
+            if "--" in reference:
+                yield reference.split("--")[0]
+
+
+def _list_references(path: Path) -> Iterator[str]:
+    """Yield the code references of a configuration, such as ``modeling.Model``; none if it is unreadable."""
+    try:
+        content = read_record(path)
+    except DataError:
+        return  # Loading reports the reason.
+    yield from _iterate_leaves(content.get("auto_map"))
+
+
+def _iterate_leaves(value: Any) -> Iterator[str]:
+    """Yield the strings of a nested mapping or list; ``AutoTokenizer`` maps to a list of a slow and a fast class."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_leaves(one)

@@ -139,7 +139,7 @@ def list_published(folder: Path) -> list[str]:
     chosen = {name for pattern in (*MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
     if fnmatch.filter(top, "*.py"):
         # Imported here, because few models have code, and transformers takes a second to import.
-        from recipes_lib.models.remote_code import list_code
+        from recipes_lib.models.loading import list_code
 
         chosen |= top.intersection(list_code(folder))
     chosen |= {f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja") if not path.is_dir()}

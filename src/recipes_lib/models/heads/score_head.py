@@ -23,8 +23,9 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.heads.loss_head import _run_backbone, spell_mask
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.loading import load_pretrained, verify_checkpoint
+from recipes_lib.models.loading import load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
+from recipes_lib.models.saved_weights import verify_checkpoint
 
 HEAD: Final = "score"
 """Name of the head in transformers' decoders for sequence classification; also in ``modules_to_save`` of an adapter."""
