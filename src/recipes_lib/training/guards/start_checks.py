@@ -234,12 +234,12 @@ class StartChecks(TrainerCallback):
             self._verify_changed(kwargs["model"], state.global_step)
 
     def _verify_changed(self, model: nn.Module, num_steps: int) -> None:
-        """Verify once that a sampled element has changed; every process must call.
+        """Verify once that a sampled element has changed, after every tensor got a gradient; every process must call.
 
         Raises:
             DivergedError: None has, on any process.
         """
-        if not self._trained:
+        if not self._trained or self._faults:
             return
         # A process may hold only shards without an update; fp16's loss scaler skips updates.
         is_skipped = self._trainer.accelerator.optimizer_step_was_skipped
