@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.rl import keys_task
 from tests.rl.reward_models import write_reward_model
 from tests.training.students import save_student
@@ -86,9 +87,42 @@ def test_model_without_context_parallelism_is_reported(run_check, tmp_path, tiny
         assert find_problems(hardware, attention_dropout=0.1) == [found]
     assert find_problems("fsdp2", attention_dropout=0.1) == []
     heads = {"num_attention_heads": 2, "head_dim": 32}
+    (model / "model.safetensors").unlink()  # Of four heads.
     assert find_problems("fsdp2_cp", **heads) == []
     (found,) = find_problems("zero3_sp", **heads)
     assert "does not support a llama model with 2 heads for 4 processes" in found
+
+
+PAIRS = [{"prompt": f"{n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "key"),
+    [
+        ("sft", CHATS, "model_name_or_path"),
+        ("distill", CHATS, "teacher_model_name_or_path"),
+        ("reward", PAIRS, "model_name_or_path"),
+        ("dpo", PAIRS, "ref_model_name_or_path"),
+    ],
+)
+def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
+    run_check, tmp_path, tiny_model_dir, recipe, rows, key
+) -> None:
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    keys = {"teacher_model_name_or_path": tiny_model_dir} if recipe == "distill" else {}
+    problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
+    assert [key in problem.where for problem in problems] == [True], output
+    assert f"the checkpoint of {model} lacks model.norm.weight" in problems[0].found
+    assert "steps and learning rate" in output
+    save_file({**weights, "model.norm.weight": norm}, model / "model.safetensors", metadata={"format": "pt"})
+    assert run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")[0] == []
+    (model / "model.safetensors").write_bytes(b"")
+    problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
+    assert problems == []
+    assert f"warning: {model}: model.safetensors cannot be opened again" in output
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
@@ -160,7 +194,7 @@ def test_response_beyond_model_positions_is_reported(check_ppo):
 def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_model_dir, tmp_path):
     reward, other = tmp_path / "reward", tmp_path / "other"
     for folder in (reward, other):
-        shutil.copytree(tiny_model_dir, folder)
+        write_reward_model(folder, tiny_model_dir)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
     keys_task.build_tokenizer().save_pretrained(other)
@@ -171,7 +205,10 @@ def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_mode
     problems, output = check_ppo(reward_model_name_or_path=other, **keys)
     assert problems == []
     assert "warning: the reward model has 40 positions" in output
-    assert "warning" not in check_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
+    problems, output = check_ppo(reward_model_name_or_path=tiny_model_dir, **keys)
+    assert "warning" not in output
+    (problem,) = problems
+    assert "lacks score.weight" in problem.found
 
 
 def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny_model_dir, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from dataclasses import replace
 
@@ -89,6 +90,17 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(
     keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
     problems, output = run_check(recipe, rows, **keys)
     assert [found in problem.found for problem in problems] == [True], output
+
+
+def test_special_tokens_beyond_the_vocabulary_are_a_warning(run_check, tmp_path, tiny_model_dir) -> None:
+    """As of a model whose vocabulary was trimmed."""
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    ids = {"eos_token_id": [0, 512, "0"], "pad_token_id": 511, "bos_token_id": -1}
+    (model / "generation_config.json").write_text(json.dumps(ids))
+    problems, output = run_check("sft", CHATS, model_name_or_path=model)
+    assert problems == []
+    assert "warning: there are 512 token ids, and none is eos_token_id 512\n" in output
+    assert "none is" not in run_check("sft", CHATS)[1]
 
 
 def test_saved_adapter_is_counted_without_its_values(run_check, tmp_path, tiny_model_dir) -> None:

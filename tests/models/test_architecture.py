@@ -110,6 +110,11 @@ def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected
         ({"model_type": "qwen2", "use_mrope": False}, "a qwen2 model has no `use_mrope`", "delete it"),
         ({"model_type": "llama", "rope_theta": "5e5 "}, "`rope_theta` is '5e5 '", "a positive number"),
         ({"model_type": "llama", "rope_parameters": {"rope_theta": 0}}, "`rope_theta` is 0", "a positive number"),
+        (
+            {"model_type": "llama", "bos_token_id": 512, "eos_token_id": [0, 600]},
+            "bos_token_id 512, eos_token_id 600",
+            "",
+        ),
         ({"model_type": "gpt_neox", "rope_theta": 5e5}, "a gpt_neox model drops `rope_theta`", "`rope_parameters`"),
     ],
 )

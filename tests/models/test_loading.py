@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 from huggingface_hub import errors as hub
 from huggingface_hub import utils as hub_progress
 from safetensors.torch import load_file, save_file
+from tests.models.vision_models import build_gemma3
+from tests.training.optim.small_models import MODELS, build
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,6 +42,7 @@ from recipes_lib.models.loading import (
     load_model_config,
     load_tokenizer,
 )
+from recipes_lib.models.saved_weights import verify_checkpoint
 
 
 def config_for(path: Path | str, **changes: Any) -> ModelConfig:
@@ -108,19 +113,71 @@ def test_damaged_generation_config_is_refused(model_dir: Path) -> None:
     assert load_model_config(config_for(model_dir))[1].eos_token_id == 0
 
 
-def test_missing_unexpected_and_mismatched_weights_are_reported_together(model_dir: Path) -> None:
-    weights = load_file(model_dir / "model.safetensors")
-    del weights["model.norm.weight"]
-    weights["score.weight"] = torch.zeros(1, 64)
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:-1].clone()
-    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+def break_weights(folder: Path) -> tuple[str, str]:
+    """Rename the first matrix of a checkpoint, and add a row to the last; return their names."""
+    weights = load_file(folder / "model.safetensors")
+    matrices = sorted(name for name, weight in weights.items() if weight.dim() > 1)
+    weights["stray.weight"] = weights.pop(matrices[0])
+    weights[matrices[-1]] = torch.cat([weights[matrices[-1]]] * 2)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return matrices[0], matrices[-1]
+
+
+@pytest.mark.parametrize("load", [lambda config: load_causal_lm(config, "sdpa"), verify_checkpoint])
+def test_missing_unexpected_and_mismatched_weights_are_reported_together(load: Any, model_dir: Path) -> None:
+    missing, mismatched = break_weights(model_dir)
     with pytest.raises(ConfigError) as caught:
-        load_causal_lm(config_for(model_dir), "sdpa")
+        load(config_for(model_dir))
     assert [problem.found for problem in caught.value.problems] == [
-        f"the checkpoint of {model_dir} lacks model.norm.weight",
-        "LlamaForCausalLM has no weights called score.weight",
-        f"the checkpoint of {model_dir} has other shapes: model.embed_tokens.weight (511, 64) for (512, 64)",
+        f"the checkpoint of {model_dir} lacks {missing}",
+        "LlamaForCausalLM has no weights called stray.weight",
+        f"the checkpoint of {model_dir} has other shapes: {mismatched} (64, 64) for (32, 64)",
     ]
+
+
+@pytest.mark.parametrize("name", [*MODELS, "gemma3"])
+def test_headers_show_the_faults_of_loading(name: str, tmp_path: Path) -> None:
+    """Also of tensors that loading renames or fuses, as those of experts, and in shards."""
+    model = build_gemma3() if name == "gemma3" else build(name)
+
+    def list_faults(load: Callable[[ModelConfig], object]) -> list[str]:
+        try:
+            load(config_for(tmp_path))
+        except ConfigError as error:
+            return [problem.found for problem in error.problems]
+        return []
+
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert list_faults(verify_checkpoint) == []
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    model.save_pretrained(tmp_path)
+    break_weights(tmp_path)
+    faults = list_faults(verify_checkpoint)
+    assert faults == list_faults(lambda config: load_causal_lm(config, "eager"))
+    assert len(faults) >= 2
+
+
+def test_check_of_tensors_reads_no_values(model_dir: Path) -> None:
+    """A file of 137 GB, of which the disk holds only the header."""
+    edit_json(model_dir / "config.json", vocab_size=2**28)
+    path = model_dir / "model.safetensors"
+    names = load_file(path)
+    shapes = {name: [2**28, 64] if len(weight) == 512 else list(weight.shape) for name, weight in names.items()}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + 4 * math.prod(shape)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+    verify_checkpoint(config_for(model_dir))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "auto_map"])
+def test_tensors_of_other_layouts_are_not_checked(key: str, model_dir: Path) -> None:
+    break_weights(model_dir)
+    edit_json(model_dir / "config.json", **{key: {}})
+    verify_checkpoint(config_for(model_dir))
 
 
 def test_tied_weights_that_differ_are_refused(model_dir: Path) -> None:
@@ -184,10 +241,11 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
             return Path.touch, (canary,)
 
     torch.save(Malicious(), model_dir / "pytorch_model.bin")
-    where, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
-    assert where == "model_name_or_path"
-    assert "no whole safetensors weights, and pickled ones could run code" in found
-    assert "save_pretrained" in remedy
+    for load in (lambda config: load_causal_lm(config, "sdpa"), verify_checkpoint):
+        where, found, remedy = catch_problem(lambda load=load: load(config_for(model_dir)))
+        assert where == "model_name_or_path"
+        assert "no whole safetensors weights, and pickled ones could run code" in found
+        assert "save_pretrained" in remedy
     assert not canary.exists()
 
 
@@ -233,6 +291,15 @@ def test_hub_errors_have_distinct_messages(
     _, found, remedy = catch_problem(lambda: load_model_config(config_for("org/model")))
     assert found == words
     assert remedy
+
+
+def test_file_beyond_memory_is_explained(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to mmap 64 bytes from file <model.safetensors>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("recipes_lib.models.loading.AutoModelForCausalLM.from_pretrained", refuse)
+    _, found, _ = catch_problem(lambda: load_causal_lm(config_for(tiny_model_dir), "sdpa"))
+    assert "larger than the memory of this machine" in found
 
 
 def test_remote_code_is_not_run_by_default(model_dir: Path) -> None:

@@ -31,6 +31,34 @@ def test_metric_dependent_schedule_is_not_predicted():
     assert compute_learning_rates(PEAK, {"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "share"),
+    [
+        ("linear", {}, None),
+        ("cosine", {}, None),
+        ("cosine", {"num_cycles": 1.5}, None),
+        ("cosine_with_restarts", {"num_cycles": 5}, None),
+        ("polynomial", {"power": 8.0, "lr_end": 0.0}, None),
+        ("inverse_sqrt", {}, None),
+        ("constant", {}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 90}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "num_stable_steps": 69}, None),  # The last step has 0.
+        ("warmup_stable_decay", {"num_decay_steps": 20, "num_stable_steps": 30}, "40%"),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "num_stable_steps": 30, "min_lr_ratio": 0.1}, None),
+    ],
+)
+@pytest.mark.parametrize("scale", [1, 100])
+def test_schedule_that_ends_before_the_run_is_refused(kind, options, share, scale):
+    options = {name: value * scale if name.endswith("steps") else value for name, value in options.items()}
+    training = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
+    compute = functools.partial(compute_learning_rates, PEAK, training, STEPS * scale, WARMUP * scale, [0])
+    if share is None:
+        compute()
+    else:
+        with pytest.raises(ConfigError, match=f"the learning rate is 0 in {share} of the"):
+            compute()
+
+
 # Pretraining schedules, by default with 8 rows of 4 tokens per step.
 
 LENGTH, ROWS = 4, 8

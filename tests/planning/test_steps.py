@@ -59,7 +59,11 @@ def test_dropping_all_rows_is_refused():
 @pytest.mark.parametrize("num_steps", [1, 7, 100, 1001])
 def test_warmup_matches_trainer(tmp_path, warmup_steps, num_steps):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, warmup_steps=warmup_steps)
-    assert compute_warmup_steps(warmup_steps, num_steps) == args.get_warmup_steps(num_steps)
+    if 1 <= num_steps <= warmup_steps:
+        with pytest.raises(ConfigError, match=r"warmup_steps: the warm-up .* is as long as the run"):
+            compute_warmup_steps(warmup_steps, num_steps)
+    else:
+        assert compute_warmup_steps(warmup_steps, num_steps) == args.get_warmup_steps(num_steps)
 
 
 def test_steps_are_inversely_proportional_to_world_size():

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
+from recipes_lib.config.schema import TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.inspection.sections import Inspection, Report
 from recipes_lib.quantities import format_bytes
@@ -124,6 +125,7 @@ class DistillationInspection(SFTInspection):
             f"teacher: {teacher.model_type}, knows the student's {len(vocabulary.teacher_ids):,} tokens {how}; "
             f"rows of the embeddings: student {sizes[0]:,}, teacher {sizes[1]:,}"
         )
+        self.check_weights(report, "teacher_model_name_or_path", choose_teacher(self.config))
         self._check_layers(teacher, report)
         if self.config.distillation.teacher_top_k is not None and self._data is not None:
             from recipes_lib.data.store import find_set
@@ -177,7 +179,8 @@ class PairInspection(Inspection):
         if self.config.preference.ref_model_name_or_path is not None:
             from recipes_lib.training.trainers.dpo_trainer import verify_reference
 
-            verify_reference(self.config, self.model_config)
+            reference = verify_reference(self.config, self.model_config)
+            self.check_weights(report, "ref_model_name_or_path", reference)
         if self.config.recipe == "reward":
             from recipes_lib.models.heads.score_head import set_pad_token
 
@@ -307,13 +310,14 @@ class PPOInspection(Inspection):
                 report(f"warning: {found}, and answers to them have no reward")
 
     def _check_reward_model(self, name: str, report: Report) -> None:
-        """Verify that the reward model exists, and report if it has too few positions for the longest answer."""
-        from recipes_lib.config.schema import TokensConfig
+        """Verify that the reward model is whole, and report if it has too few positions for the longest answer."""
         from recipes_lib.models.heads.scoring import find_saved
         from recipes_lib.models.loading import load_model_config, load_tokenizer
         from recipes_lib.rl.rewards import verify_positions
 
-        named, weights, _ = find_saved(name, self.config.rewards.reward_model_revision)
+        named, weights, adapter = find_saved(name, self.config.rewards.reward_model_revision)
+        # An adapter has a head, so that its base needs none.
+        self.check_weights(report, "reward_model_name_or_path", weights, needs_head=adapter is None)
         model_config, own = load_model_config(weights)[0], load_tokenizer(named, TokensConfig())
         if self._data and (warning := verify_positions(model_config, own, self.tokenizer, self._data.max_length)):
             report(warning)

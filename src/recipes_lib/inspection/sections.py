@@ -16,12 +16,12 @@ from rich.text import Text
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.paths import names_path
-from recipes_lib.config.schema import DatasetFormat, RecipeConfig
+from recipes_lib.config.schema import DatasetFormat, ModelConfig, RecipeConfig
 from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries
 from recipes_lib.data.sources.rows import Entry, Row
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, Problem, UserError, reported_at
 from recipes_lib.quantities import format_bytes, pluralize
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -135,8 +135,7 @@ class Inspection(ABC):
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
         from recipes_lib.models.architecture import find_model_config
-        from recipes_lib.models.loading import load_tokenizer, verify_folder
-        from recipes_lib.models.model_files import find_damage
+        from recipes_lib.models.loading import describe_ids_beyond, load_tokenizer, verify_folder
         from recipes_lib.models.quantization import find_unquantized
         from recipes_lib.models.structure import find_dropped_modules
         from recipes_lib.planning.compute import build_on_meta
@@ -144,11 +143,9 @@ class Inspection(ABC):
 
         if name := self.config.model.model_name_or_path:
             verify_folder(name)
-            if damage := find_damage(Path(name)):  # No error: the machine of the run may have the weights.
-                report(f"warning: {name}: {damage}")
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
-        model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
+        model_config, generation_config = find_model_config(self.config.model, self.tokenizer, max_length)
         model = build_on_meta(model_config)
         self.model_config = model_config  # Later checks of one that cannot be built would report it again.
         verify_model(self.model_config, self.launch)
@@ -160,8 +157,37 @@ class Inspection(ABC):
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
         experts = find_unquantized(model) if self.config.quantization.is_quantized else None
-        for caution in filter(None, (find_dropped_modules(model, self.model_config), experts)):
+        text_config = model_config.get_text_config()
+        beyond = describe_ids_beyond(text_config.vocab_size, text_config, generation_config)
+        for caution in filter(None, (find_dropped_modules(model, model_config), experts, beyond)):
             report(f"warning: {caution}")
+        needs_head = False if self.config.recipe == "reward" else None
+        self.check_weights(report, "model_name_or_path", self.config.model, needs_head=needs_head)
+
+    def check_weights(self, report: Report, key: str, model: ModelConfig, *, needs_head: bool | None = None) -> None:
+        """Verify names and shapes of the tensors of a local model.
+
+        Args:
+            report: Receives a warning if files are damaged: no error, the machine of the run may have others.
+            key: Key that names the model.
+            model: The model.
+            needs_head: Whether a reward model needs its head in the checkpoint; ``None`` for a causal language model.
+
+        Raises:
+            ConfigError: As ``verify_checkpoint``.
+        """
+        from recipes_lib.models.heads.score_head import verify_reward_checkpoint
+        from recipes_lib.models.model_files import find_damage
+        from recipes_lib.models.saved_weights import verify_checkpoint
+
+        if damage := find_damage(Path(str(model.model_name_or_path))):
+            report(f"warning: {model.model_name_or_path}: {damage}")
+            return
+        with reported_at(self.config.provenance.get(key, key)):
+            if needs_head is None:
+                verify_checkpoint(model)
+            else:
+                verify_reward_checkpoint(model, needs_head=needs_head)
 
     @abstractmethod
     def check_data(self, report: Report) -> None:

@@ -29,7 +29,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.errors import ConfigError, Problem, suggest
-from recipes_lib.models.loading import load_causal_lm, load_model_config
+from recipes_lib.models.loading import SPECIAL_TOKENS, describe_ids_beyond, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
@@ -40,8 +40,6 @@ _MOVED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys in published ``config.json`` files that transformers moves into ``rope_parameters``."""
 VOCAB_MULTIPLE: Final = 64
 """Vocabulary sizes are rounded up to a multiple of this, which is faster on tensor cores."""
-
-_SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def find_model_config(
@@ -85,7 +83,7 @@ def build_model_config(
 
     Raises:
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
-            unknown key. Or the numbers of heads contradict each other.
+            unknown key. Or the numbers of heads contradict each other, or the tokenizer lacks an id of a special token.
     """
     # A copy, because transformers adds to nested mappings; published files have null for what they lack.
     given = {key: copy.deepcopy(value) for key, value in architecture.items() if key not in _MOVED or value is not None}
@@ -103,19 +101,22 @@ def build_model_config(
     # Ceiling division.
     rows = -(-count_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
-    derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    derived |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     # Some architectures have two names for a value, such as `n_embd` and `hidden_size`.
     spelled = {aliases.get(key, key) for key in given}
     # None for special tokens that the tokenizer lacks: otherwise the defaults of the class apply, such as 2.
     given |= {
         aliases.get(key, key): value
         for key, value in derived.items()
-        if key in known and aliases.get(key, key) not in spelled and (value is not None or key in _SPECIAL_TOKENS)
+        if key in known and aliases.get(key, key) not in spelled and (value is not None or key in SPECIAL_TOKENS)
     }
     try:
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
+    beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
+    if beyond:
+        raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
     _verify_heads(model_config.get_text_config())
     _verify_rope({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
     return model_config

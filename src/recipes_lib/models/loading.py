@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
+SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
     (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
@@ -62,6 +63,7 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
         "has its own code",
         "review it; set trust_remote_code: true and model_revision to its commit",
     ),
+    ("unable to mmap", "has a weights file that is larger than the memory of this machine", "use one with more"),
     (
         "safetensors",
         "has no whole safetensors weights, and pickled ones could run code",
@@ -262,33 +264,14 @@ def load_pretrained(
     Raises:
         ConfigError: As ``load_causal_lm``.
     """
-    verify_remote_code(config)
     name = str(config.model_name_or_path)
-    verify_folder(name)
-    # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
-    if damage := find_damage(Path(name)):
-        raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     if quantization and (faults := [*check_quantization(name, load_model_config(config)[0], quantization)]):
         raise ConfigError(*faults)
     if quantization and PartialState().device.type == "cpu":
         # transformers' default for quantised weights is a GPU, also for a run on the CPU of a machine with one.
         options["device_map"] = {"": "cpu"}
-    with explained("model_name_or_path", name), without_report():
-        loaded: Any = auto_class.from_pretrained(
-            name,
-            dtype=config.dtype,
-            attn_implementation=attn_implementation,
-            quantization_config=quantization,
-            use_safetensors=True,
-            # Other shapes are reported below, together with missing and unexpected weights.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **_load_options(config),
-            **options,
-        )
-    model, info = loaded
-    if problems := _list_problems(name, model, info, may_lack, may_hold):
-        raise ConfigError(*(_explain_quantization(config) or problems))
+    options |= {"attn_implementation": attn_implementation, "quantization_config": quantization}
+    model, missing = read_checkpoint(auto_class, config, may_lack, may_hold, options)
     cautions = find_dropped_modules(model, load_model_config(config)[0]), quantization and find_unquantized(model)
     for caution in filter(None, cautions):
         logger.warning("%s: %s", name, caution)
@@ -305,6 +288,34 @@ def load_pretrained(
         model.has_router_loss, text.output_router_logits = True, False
     # from_pretrained returns the model in evaluation mode.
     model.train()
+    return model, missing
+
+
+def read_checkpoint(
+    auto_class: Any,
+    config: ModelConfig,
+    may_lack: Collection[str],
+    may_hold: Collection[str],
+    options: Mapping[str, Any],
+) -> tuple[Any, set[str]]:
+    """Return a model with the tensors of its checkpoint, and the names of missing ones; as ``load_pretrained``."""
+    verify_remote_code(config)
+    name = str(config.model_name_or_path)
+    verify_folder(name)
+    # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
+    if damage := find_damage(Path(name)):
+        raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
+    with explained("model_name_or_path", name), without_report():
+        model, info = auto_class.from_pretrained(
+            **{"pretrained_model_name_or_path": name, "use_safetensors": True, **options},
+            dtype=config.dtype,
+            # Other shapes are reported below, together with missing and unexpected weights.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **_load_options(config),
+        )
+    if problems := _list_problems(name, model, info, may_lack, may_hold):
+        raise ConfigError(*(_explain_quantization(config) or problems))
     return model, set(info["missing_keys"])
 
 
@@ -426,6 +437,16 @@ def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     """Return a clause about optional tokens without an embedding row; empty if there are none."""
     _, spare = find_tokens_without_row(config, tokenizer)
     return f"; no text may contain {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
+
+
+def describe_ids_beyond(num_ids: int, *configs: PreTrainedConfig | GenerationConfig) -> str:
+    """Return a clause about special tokens of configurations with ids of ``num_ids`` or more; empty without such."""
+    ids = [
+        (name, token_id) for one in configs for name in SPECIAL_TOKENS for token_id in _ids(getattr(one, name, None))
+    ]
+    # Published files also have strings there, which transformers ignores.
+    beyond = {f"{name} {token_id}" for name, token_id in ids if isinstance(token_id, int) and token_id >= num_ids}
+    return f"there are {num_ids:,} token ids, and none is {list_first(sorted(beyond))}" if beyond else ""
 
 
 def _load_options(config: ModelConfig) -> dict[str, Any]:

@@ -58,21 +58,14 @@ def find_damage(folder: Path) -> str | None:
 
     Only headers are read, since saving has verified every tensor.
     """
-    weights, index = _list_weights(folder), folder / INDEX
-    if WEIGHTS in weights:
-        # transformers loads a whole file and ignores shards and their index, which an earlier save may have left.
-        weights = {name for name in weights if name == WEIGHTS or name.startswith("adapter_")}
-    elif index.is_file():
+    try:
+        names = _list_read(folder)
+    except DataError as error:
+        return str(error)
+    for name in sorted(names):
         try:
-            weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))
-        except DataError as error:
-            return str(error)
-    for name in sorted(weights):
-        try:
-            # framework="numpy" does not import torch.
-            with safe_open(folder / name, framework="numpy") as tensors:
-                if not tensors.keys():
-                    return f"{name} holds no tensor"
+            if not _read_shapes(folder / name):
+                return f"{name} holds no tensor"
         except FileNotFoundError:
             return f"{name} is missing"
         except SafetensorError as error:
@@ -84,6 +77,30 @@ def find_damage(folder: Path) -> str | None:
         except OSError as error:
             return f"{name} cannot be opened again: {error}"
     return None
+
+
+def read_header_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor of an undamaged model by name, from headers; empty without safetensors."""
+    files = (folder / name for name in _list_read(folder) if not name.startswith("adapter_"))
+    return {name: shape for file in files for name, shape in _read_shapes(file).items()}
+
+
+def _read_shapes(file: Path) -> dict[str, list[int]]:
+    # framework="numpy" does not import torch.
+    with safe_open(file, framework="numpy") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _list_read(folder: Path) -> set[str]:
+    """Return the names of the weight files of a folder that transformers reads, existing or not."""
+    weights, index = _list_weights(folder), folder / INDEX
+    adapters = {name for name in weights if name.startswith("adapter_")}
+    # transformers ignores other shards and indices, which an earlier save may have left.
+    if WEIGHTS in weights:
+        return {WEIGHTS, *adapters}
+    if index.is_file():
+        return {*map(str, read_record(index, {"weight_map": dict})["weight_map"].values()), *adapters}
+    return weights
 
 
 def _list_weights(folder: Path) -> set[str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
-from recipes_lib.models.model_files import INDEX, WEIGHTS
+from recipes_lib.models.loading import explained, load_model_config, read_checkpoint
+from recipes_lib.models.model_files import INDEX, WEIGHTS, read_header_shapes
 
 
 class BrokenSaveError(RuntimeError):
@@ -89,3 +92,42 @@ def _read_index(folder: Path, weights: str) -> dict[str, str]:
         return weight_map
     with safe_open(folder / weights, framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), weights)
+
+
+def verify_checkpoint(
+    config: ModelConfig,
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    may_lack: Collection[str] = (),
+    may_hold: Collection[str] = (),
+    **changes: Any,
+) -> None:
+    """Verify names and shapes of the tensors of a local checkpoint as ``load_pretrained``, which maps the names.
+
+    Reads the headers of its files only. Passes what is not read: Hub ids, quantised checkpoints, those with code of
+    their own, and folders without weights, because the machine of the run may have them.
+
+    Args:
+        config: Name of the model.
+        auto_class: As for ``load_pretrained``.
+        may_lack: As for ``load_pretrained``.
+        may_hold: As for ``load_pretrained``.
+        **changes: Values of the model's configuration that differ from its ``config.json``.
+
+    Raises:
+        ConfigError: As ``load_pretrained``, except for tied weights that differ.
+    """
+    folder = Path(str(config.model_name_or_path))
+    shapes = read_header_shapes(folder)
+    if not shapes and any(folder.glob("pytorch_model*.bin")):
+        read_checkpoint(auto_class, config, may_lack, may_hold, {})  # Raises without opening them.
+    model_config = load_model_config(config)[0] if shapes else None
+    if model_config is None or any(hasattr(model_config, name) for name in ("quantization_config", "auto_map")):
+        return
+    model_config.update(changes)
+    with explained("model_name_or_path", str(config.model_name_or_path)), torch.device("meta"):
+        model = auto_class.from_config(model_config)
+    # Not by the files themselves, which torch would map into memory: too much for a laptop. Auto classes need them.
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    source = {"pretrained_model_name_or_path": None, "config": model.config, "state_dict": tensors}
+    read_checkpoint(type(model), config, may_lack, may_hold, {**source, "device_map": "meta"})

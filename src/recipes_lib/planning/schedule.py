@@ -130,6 +130,9 @@ def compute_learning_rates(
     Returns:
         One learning rate per step; ``None`` for a schedule that depends on the run, such as ``reduce_lr_on_plateau``.
 
+    Raises:
+        ConfigError: As ``verify_schedule``.
+
     Source: transformers ``Trainer.create_scheduler``; see ``tests/planning/test_schedule.py``.
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
@@ -140,6 +143,7 @@ def compute_learning_rates(
         num_training_steps=num_steps,
         scheduler_specific_kwargs=training.get("lr_scheduler_kwargs"),
     )
+    verify_schedule(schedule, num_steps)
     if not isinstance(schedule, LambdaLR):
         return None
     return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in steps]
@@ -296,7 +300,7 @@ def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
 
 def _count_tokens(steps: float, tokens: _Tokens) -> int:
     """Return the tokens of a number or share of steps, from those of 0, 1, 2 ... steps."""
-    number = compute_warmup_steps(steps, len(tokens) - 1)
+    number = _count_steps(steps, len(tokens) - 1)
     # More steps than the run has get more tokens, which `build_schedule` refuses.
     return int(tokens[number] if number < len(tokens) else tokens[-1] + 1)
 
@@ -329,7 +333,7 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
         world_size: Data-parallel processes.
 
     Raises:
-        ConfigError: ``dataloader_drop_last`` drops all rows.
+        ConfigError: ``dataloader_drop_last`` drops all rows, or the warm-up is as long as the run.
 
     Source: transformers ``Trainer.set_initial_training_values`` and ``TrainingArguments.get_warmup_steps``;
     ``tests/planning/test_steps.py`` compares with the Trainer.
@@ -361,8 +365,45 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
 
 
 def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
-    """Return the warm-up in optimizer steps: a value below 1 is a fraction of ``num_steps``, rounded up."""
-    return int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
+    """Return the warm-up in optimizer steps.
+
+    Args:
+        warmup_steps: Number of steps, or below 1 a fraction of ``num_steps``.
+        num_steps: Optimizer steps of the run; 0 if unknown.
+
+    Raises:
+        ConfigError: The warm-up is as long as the run.
+    """
+    if warmup_steps >= 1 and 0 < num_steps <= warmup_steps:
+        found = f"the warm-up ({warmup_steps:g} steps) is as long as the run ({num_steps} steps)"
+        raise ConfigError(Problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`"))
+    return _count_steps(warmup_steps, num_steps)
+
+
+def _count_steps(steps: float, num_steps: int) -> int:
+    """Return a number of steps, of which a value below 1 is a fraction of ``num_steps``, rounded up."""
+    return int(steps) if steps >= 1 else math.ceil(num_steps * steps)
+
+
+def verify_schedule(scheduler: Any, num_steps: int) -> None:
+    """Verify that the learning rate of a scheduler is 0 in at most 1 % of the steps after the first.
+
+    A warm-up begins at 0, and some schedules end there or touch it.
+
+    Args:
+        scheduler: Scheduler of torch; passes if its learning rates depend on the run.
+        num_steps: Optimizer steps of the run.
+
+    Raises:
+        ConfigError: The schedule ends long before the run.
+    """
+    if isinstance(scheduler, LambdaLR):
+        steps = range(1, num_steps, max(1, num_steps // 1000))
+        idle = sum(scheduler.lr_lambdas[0](step) == 0 for step in steps)
+        if idle > max(1, len(steps) / 100):
+            found = f"the learning rate is 0 in {idle / len(steps):.0%} of the {num_steps:,} steps"
+            remedy = "lengthen the schedule by `lr_scheduler_kwargs`, or shorten the run (`max_steps`)"
+            raise ConfigError(Problem("lr_scheduler_type", found, remedy))
 
 
 Phase = tuple[int, Sequence[float]]

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.adapters.roles import Role
+from recipes_lib.planning.schedule import verify_schedule
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
@@ -146,6 +147,9 @@ class Learner:
             args: Optimizer, weight decay, schedule and largest gradient norm.
             schedule: Steps of the run and of its warm-up.
             num_idle: Optimizer steps of the run before the first one of this learner.
+
+        Raises:
+            ConfigError: As ``verify_schedule``.
         """
         self.name = name
         self.parameters = parameters
@@ -159,13 +163,15 @@ class Learner:
         schedule_options: Any = args.lr_scheduler_kwargs
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
         self.optimizer: Any = kind(groups, **{**options, "lr": learning_rate})
+        num_steps = schedule.num_steps - num_idle
         self.scheduler: Any = get_scheduler(
             args.lr_scheduler_type,
             self.optimizer,
             num_warmup_steps=schedule.num_warmup_steps,
-            num_training_steps=schedule.num_steps - num_idle,
+            num_training_steps=num_steps,
             scheduler_specific_kwargs=schedule_options,
         )
+        verify_schedule(self.scheduler, num_steps)
 
     @property
     def learning_rate(self) -> float:

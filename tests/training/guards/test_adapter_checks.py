@@ -15,7 +15,7 @@ from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.training.guards.start_checks import (
     AdapterChecks,
     StartChecks,
-    sample_frozen,
+    sample_weights,
     verify_frozen,
     verify_no_effect,
 )
@@ -217,7 +217,7 @@ def test_frozen_sample_is_small_and_detects_update():
     model = build_model("llama").requires_grad_(False)
     model.lm_head.weight.data = torch.randn(5000, 16)
     model.lm_head.weight.data[0] = float("nan")  # Bytes of 4-bit codes may read as NaN.
-    samples = sample_frozen(model)
+    samples = sample_weights(model, trained=False)
     assert max(sample.nbytes for sample in samples.values()) == 4 * 1024
     verify_frozen(samples, model)
     model.lm_head.weight.data += 1e-6

@@ -167,6 +167,65 @@ def test_lost_gradient_stops_run(tiny_model_dir, tmp_path):
     assert trainer.state.global_step == 9
 
 
+def stop_optimizer(trainer):
+    """Let the optimizer count its steps only, in the groups that it is given."""
+    create = trainer.create_optimizer
+
+    def create_idle(*args):
+        optimizer = create(*args)
+        optimizer.step = lambda closure=None: None
+        return optimizer
+
+    trainer.create_optimizer = create_idle
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "step"),
+    [
+        (stop_optimizer, {"max_steps": 30}, 10),
+        (stop_optimizer, {"max_steps": 30, "warmup_steps": 8}, 18),
+        (stop_optimizer, {"max_steps": 3}, 3),
+        (lambda trainer: trainer.model.bfloat16(), {"max_steps": 30, "learning_rate": 1e-20}, 10),
+    ],
+)
+def test_training_that_changes_nothing_ends(tiny_model_dir, tmp_path, change, keys, step):
+    trainer = make_ready(tiny_model_dir, tmp_path, **keys)
+    change(trainer)
+    with pytest.raises(DivergedError, match=f"{step} steps have changed none of 21 trained tensors"):
+        trainer.train()
+    assert trainer.state.global_step == step
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_steps": 1, "warmup_steps": 0.03},
+        {"max_steps": 12, "warmup_steps": 11},
+        {"max_steps": 12, "learning_rate": 1e-7, "lr_scheduler_type": "constant"},
+        {"max_steps": 2, "learning_rate": 1e-7, "optim": "sgd", "weight_decay": 0.0},
+        {"max_steps": 12, "optim": "adafactor", "gradient_accumulation_steps": 4},
+        {"max_steps": 3, "max_grad_norm": 1e-6, "optim": "lion_32bit"},
+        {"max_steps": 12, "bf16": True, "lr_scheduler_type": "cosine_with_restarts", "neftune_noise_alpha": 5.0},
+        {"max_steps": 12, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0, "power": 9.0}},
+    ],
+    ids=str,
+)
+def test_low_learning_rates_change_something(tiny_model_dir, tmp_path, keys):
+    trainer = make_ready(tiny_model_dir, tmp_path, **keys)
+    trainer.train()
+    assert trainer.state.global_step == keys["max_steps"]
+
+
+def test_resumed_run_may_end_without_a_change(tiny_model_dir, tmp_path):
+    """Of bfloat16 weights, at the end of the schedule."""
+    keys = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make_ready(tiny_model_dir, tmp_path, **keys).train()
+    trainer = make_ready(tiny_model_dir, tmp_path, **keys)
+    stop_optimizer(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+
+
 def test_experts_routers_and_vectors_may_have_no_gradient():
     names = {
         "model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 3, 3),

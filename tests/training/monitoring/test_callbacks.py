@@ -250,7 +250,14 @@ def test_weight_monitor_logs_no_stale_values_per_epoch(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "budget", "chosen"),
-    [([4, 4, 4], 12, [0, 1, 2]), ([4, 4, 4], 8, [0, 2]), ([4, 4, 4], 5, [0]), ([9, 3, 9], 2, [1]), ([], 5, [])],
+    [
+        ([4, 4, 4], 12, [0, 1, 2]),
+        ([4, 4, 4], 8, [0, 2]),
+        ([4, 4, 4], 5, [0]),
+        ([9, 3, 9], 2, [1]),
+        ([99, 4, 3, 4, 3, 99], 8, [1, 3]),  # Embeddings, larger than the budget.
+        ([], 5, []),
+    ],
 )
 def test_choose_sample(sizes, budget, chosen) -> None:
     assert choose_sample(sizes, budget) == chosen

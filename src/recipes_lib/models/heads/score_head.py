@@ -25,6 +25,7 @@ from recipes_lib.models.heads.loss_head import _run_backbone, spell_mask
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
+from recipes_lib.models.saved_weights import verify_checkpoint
 
 HEAD: Final = "score"
 """Name of the head in transformers' decoders for sequence classification; also in ``modules_to_save`` of an adapter."""
@@ -69,14 +70,9 @@ def load_reward_model(
     Source: Stiennon et al. 2020 (initialisation, as kept by Huang et al. 2024);
         ``tests/models/heads/test_score_head.py``.
     """
+    options = _list_options(needs_head=seed is None)
     model, missing = load_pretrained(
-        AutoModelForSequenceClassification,
-        config,
-        attn_implementation,
-        quantization,
-        may_lack=[f"{HEAD}.weight"] if seed is not None else [],
-        may_hold=_OUTPUT_PROJECTION,
-        num_labels=1,
+        AutoModelForSequenceClassification, config, attn_implementation, quantization, **options
     )
     if missing:
         assert seed is not None
@@ -89,6 +85,20 @@ def load_reward_model(
             weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))
     return model
+
+
+def verify_reward_checkpoint(config: ModelConfig, *, needs_head: bool) -> None:
+    """Verify the tensors of a local checkpoint by ``verify_checkpoint``; with ``needs_head``, the head is one of them.
+
+    Raises:
+        ConfigError: As ``verify_checkpoint``.
+    """
+    verify_checkpoint(config, AutoModelForSequenceClassification, **_list_options(needs_head=needs_head))
+
+
+def _list_options(*, needs_head: bool) -> dict[str, Any]:
+    may_lack = [] if needs_head else [f"{HEAD}.weight"]
+    return {"may_lack": may_lack, "may_hold": _OUTPUT_PROJECTION, "num_labels": 1}
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]) -> None:

@@ -24,13 +24,15 @@ from recipes_lib.models.inference import (
     measure_rounding,
     preserve_training_state,
 )
+from recipes_lib.planning.schedule import verify_schedule
+from recipes_lib.training.collectives import is_any
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 from recipes_lib.training.optim.optimizers import report_optimizer
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
-"""Elements sampled from each frozen tensor; enough to detect an update, which changes most elements of a tensor."""
+"""Elements sampled from each tensor; enough to detect an update, which changes most elements of a tensor."""
 
 
 class AdapterChecks(TrainerCallback):
@@ -56,7 +58,7 @@ class AdapterChecks(TrainerCallback):
         if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
             verify_no_effect(model)
             self._say("adapter: it changes no logit before it is trained")
-        self._frozen = sample_frozen(model)
+        self._frozen = sample_weights(model, trained=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Verify after the first step of this process that the base weights are unchanged."""
@@ -91,28 +93,34 @@ def verify_no_effect(model: Any) -> None:
         )
 
 
-def sample_frozen(model: nn.Module) -> dict[str, Tensor]:
-    """Return up to ``SAMPLE_SIZE`` elements of each frozen parameter (of the local shard), as ``uint8`` bytes."""
+def sample_weights(model: nn.Module, *, trained: bool) -> dict[str, Tensor]:
+    """Return up to ``SAMPLE_SIZE`` elements of each trained or frozen parameter (local shard), as ``uint8`` bytes."""
     reshard(model)
-    return {name: _sample(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    parameters = model.named_parameters()
+    return {name: _sample(parameter) for name, parameter in parameters if parameter.requires_grad is trained}
 
 
 def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
     """Compare the frozen parameters with their initial values.
 
     Args:
-        samples: Result of ``sample_frozen`` before training.
+        samples: Result of ``sample_weights`` before training.
         model: The same model.
 
     Raises:
         DivergedError: A frozen parameter has changed.
     """
-    now = sample_frozen(model)
-    if changed := [name for name, sample in samples.items() if not torch.equal(sample, now[name])]:
+    if changed := _list_changed(samples, model):
         raise DivergedError(
             f"{len(changed)} of {len(samples)} frozen tensors have changed: {list_first(changed)}. The adapter would "
             "not fit the published base model"
         )
+
+
+def _list_changed(samples: Mapping[str, Tensor], model: nn.Module) -> list[str]:
+    reshard(model)
+    parameters = dict(model.named_parameters())
+    return [name for name, sample in samples.items() if not torch.equal(sample, _sample(parameters[name]))]
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
@@ -139,7 +147,8 @@ class StartChecks(TrainerCallback):
     """Verifies gradient accumulation, and the gradients of all trained tensors, at the start of every process.
 
     The optimizer must contain every trained tensor, and each must get a finite, non-zero gradient within ``MAX_STEPS``;
-    those of an adapter in every step until then, for which LoRA's A counts once its B is not zero any more.
+    those of an adapter in every step until then, for which LoRA's A counts once its B is not zero any more. And
+    ``MAX_STEPS`` steps after the warm-up, or at the end, the weights must have changed.
 
     Source: ``tests/training/guards/test_start_checks.py``.
     """
@@ -152,13 +161,18 @@ class StartChecks(TrainerCallback):
         self._faults: dict[str, str] = {}
         self._num_trained = 0
         self._num_steps = 0
+        self._trained: dict[str, Tensor] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log the parameter groups: optimizer, learning rate, weight decay, and lossy weights."""
+        """Log the parameter groups: optimizer, learning rate, weight decay, lossy weights; verify the schedule."""
+        verify_schedule(kwargs["lr_scheduler"], state.max_steps)
         for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args):
             self._trainer.observer.progress.say(line)
+        # Not of a resumed run: at the end of a schedule, all updates of 16-bit weights may be rounded to 0.
+        is_checked = not state.global_step and not self._trainer.is_deepspeed_enabled
+        self._trained = sample_weights(kwargs["model"], trained=True) if is_checked else {}
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -206,6 +220,36 @@ class StartChecks(TrainerCallback):
             if is_last:
                 self._trainer.observer.progress.say(line)
                 self._faults = {}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Verify ``MAX_STEPS`` steps after the warm-up that weights have changed."""
+        if state.global_step >= args.get_warmup_steps(state.max_steps) + MAX_STEPS:
+            self._verify_changed(kwargs["model"], state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Verify it in a shorter run; the learning rate of the first step may be 0."""
+        if state.global_step > 1:
+            self._verify_changed(kwargs["model"], state.global_step)
+
+    def _verify_changed(self, model: nn.Module, num_steps: int) -> None:
+        """Verify once that a sampled element has changed, after every tensor got a gradient; every process must call.
+
+        Raises:
+            DivergedError: None has, on any process.
+        """
+        if not self._trained or self._faults:
+            return
+        # A process may hold only shards without an update; fp16's loss scaler skips updates.
+        is_skipped = self._trainer.accelerator.optimizer_step_was_skipped
+        if not is_any(is_skipped or bool(_list_changed(self._trained, model))):
+            raise DivergedError(
+                f"{num_steps} steps have changed none of {len(self._trained)} trained tensors: raise learning_rate, "
+                "write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose another "
+                "optim"
+            )
+        self._trained = {}
 
 
 def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:

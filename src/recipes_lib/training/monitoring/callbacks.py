@@ -314,13 +314,12 @@ class WeightMonitor(TrainerCallback):
 def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
     """Return indices of evenly spaced parameters with at most ``budget`` elements together.
 
-    If no spacing fits, the index of the smallest parameter is returned.
+    Larger ones are left out, such as an embedding; if all are larger, the index of the smallest is returned.
     """
-    for stride in range(1, len(sizes) + 1):
-        chosen = list(range(0, len(sizes), stride))
-        if sum(sizes[at] for at in chosen) <= budget:
-            return chosen
-    return [min(range(len(sizes)), key=sizes.__getitem__)] if sizes else []
+    smallest = min(sizes, default=0)
+    fitting = [at for at, size in enumerate(sizes) if size <= max(budget, smallest)]
+    spaced = (fitting[::stride] for stride in range(1, len(fitting) + 1))
+    return next((chosen for chosen in spaced if sum(sizes[at] for at in chosen) <= budget), fitting[:1])
 
 
 def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
