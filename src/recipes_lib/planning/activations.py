@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -247,7 +250,8 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
     for layer in list_layers(model):
         layer.register_forward_pre_hook(enter)
         layer.register_forward_hook(leave)
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda holder: holder.tensor), watched:
+    hooks = saved_tensors_hooks(pack, lambda holder: holder.tensor)
+    with _fusing_recurrences(model), torch.enable_grad(), hooks, watched:
         output = model(
             input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
             predictors=torch.zeros(num_rows * num_predicted, dtype=torch.int64),
@@ -300,6 +304,9 @@ class _Fused(torch.autograd.Function):
         return torch.empty_like(first)
 
 
+_save: Any = _Fused.apply
+
+
 def fuse_layers(model: nn.Module) -> None:
     """Replace norms and gated MLPs by versions that save what Liger's kernels would; their outputs are empty.
 
@@ -307,20 +314,87 @@ def fuse_layers(model: nn.Module) -> None:
 
     Source: Hsu et al. 2024 (Liger Kernel), section 3.2; measured memory in docs/results_gpu.md.
     """
-    save: Any = _Fused.apply
 
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
             # Its input, and one number per token.
-            return lambda hidden: save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+            return lambda hidden: _save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
             # Both factors of SwiGLU or GeGLU, but not the activation.
-            return lambda hidden: module.down_proj(save(module.gate_proj(hidden), module.up_proj(hidden)))
+            return lambda hidden: module.down_proj(_save(module.gate_proj(hidden), module.up_proj(hidden)))
         return None
 
     for module in model.modules():
         if (forward := fuse(module)) is not None:
             module.forward = forward
+
+
+class _Recurrence(NamedTuple):
+    """Function of transformers that calls a kernel of a package, if that is installed, and otherwise a reference.
+
+    Attributes:
+        package: Name by which the package is imported.
+        distribution: Name by which it is installed.
+        like: Position of the argument that has the shape and dtype of the output.
+        has_state: Whether it returns a pair of output and final state.
+    """
+
+    package: str
+    distribution: str
+    like: int = 0
+    has_state: bool = False
+
+
+_DELTA_RULE: Final = _Recurrence("fla", "flash-linear-attention", like=2, has_state=True)
+_SCAN: Final = _Recurrence("mamba_ssm", "mamba-ssm")
+_RECURRENCES: Final[Mapping[str, _Recurrence]] = {
+    "causal_conv1d_fn": _Recurrence("causal_conv1d", "causal-conv1d"),
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "mamba2_chunk_scan": _SCAN,
+    "mamba_selective_scan": _SCAN,
+}
+"""Linear attention, scans of state-space models, and their convolutions, by their names in modules of transformers."""
+
+
+def list_recurrences(model: nn.Module) -> list[tuple[ModuleType, str, _Recurrence]]:
+    """Return the recurrences of a model that are counted as kernels: module of transformers, name and kernel.
+
+    On a machine with a GPU, only those of installed packages: without them, the reference runs.
+    """
+    return [
+        (module, name, kernel)
+        for module in {sys.modules[type(part).__module__] for part in model.modules()}
+        for name, kernel in _RECURRENCES.items()
+        if hasattr(module, name) and (not torch.cuda.is_available() or find_spec(kernel.package))
+    ]
+
+
+@contextmanager
+def _fusing_recurrences(model: nn.Module) -> Iterator[None]:
+    """Context in which recurrences save their inputs, as their kernels do; their outputs are empty.
+
+    The references save the state of every token, or products of all pairs of tokens in a chunk for each channel: tens
+    of times as much. Kernels recompute these in the backward pass; what they save besides, such as a matrix of 64
+    numbers per token and head, is not counted.
+
+    Source: ``save_for_backward`` in fla 0.5 (``ops/kda``, ``ops/gated_delta_rule``), mamba-ssm 2.3
+    (``ssd_combined.py``, ``selective_scan_interface.py``) and causal-conv1d 1.6.
+    """
+
+    def fuse(kernel: _Recurrence) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            others = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+            output = _save(args[kernel.like], *others)
+            return (output, None) if kernel.has_state else output
+
+        return run
+
+    with ExitStack() as stack:
+        for module, name, kernel in list_recurrences(model):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, fuse(kernel))
+        yield
 
 
 def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
@@ -330,5 +404,8 @@ def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
 
 
 def list_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that support activation checkpointing, in the order of the model."""
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    """Return the layers that support activation checkpointing, in the order of the model, without layers in layers."""
+    found = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    # A hybrid layer of Zamba contains a Mamba layer.
+    nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
+    return [layer for layer in found if layer not in nested]

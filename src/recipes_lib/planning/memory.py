@@ -102,9 +102,11 @@ def plan_memory(
     held = {name: size // shards for name, size, shards in states if shards}
     components = {name: size for name, size in (held | temporary).items() if size}
     is_colocated = memory_plan.ENGINE in components
+    packages = sorted({kernel.distribution for *_, kernel in activations.list_recurrences(built.trained)})
+    kernels = f"counted with {' and '.join(packages)}, without which layers save several times as much"
     return MemoryPlan(
         layout,
-        built.about,
+        "; ".join(filter(None, [built.about, kernels if packages else ""])),
         components,
         _name_phases(config) if samples else {},
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,

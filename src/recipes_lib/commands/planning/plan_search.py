@@ -131,6 +131,8 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     yield from ((UNLABELLED, line) for line in ("", *format_rows([_HEADS, *candidates]), ""))
     searched = {starts[one.layout].name for one in found}
     yield from _describe_refused({name: why for name, why in refused.items() if name not in searched})
+    if best.memory.about:
+        yield "memory", best.memory.about
     yield "keys", _join_keys(best.keys)
     yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
