@@ -26,7 +26,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from recipes_lib.models.activation_checkpointing import is_product
-from recipes_lib.models.inference import unwrap_adapter
 
 FLOAT32_ON_CUDA: Final = frozenset(
     (
@@ -100,10 +99,10 @@ def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
         yield
 
 
-def count_cache(policy: Any, length: int) -> int:
+def count_cache(model: Any, length: int) -> int:
     """Return the bytes of the KV cache of a row of ``length`` tokens."""
     with torch.no_grad():
-        output = unwrap_adapter(policy).base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
+        output = model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
     # Named `past_key_values` in transformers 5.23, `cache` in later versions.
     held = (value for layer in output[ALL_CACHE_NAMES[0]].layers for value in vars(layer).values())
     return count_bytes(value for value in held if isinstance(value, Tensor))
@@ -375,11 +374,10 @@ def _fusing_recurrences(model: nn.Module) -> Iterator[None]:
     """Context in which recurrences save their inputs, as their kernels do; their outputs are empty.
 
     The references save the state of every token, or products of all pairs of tokens in a chunk for each channel: tens
-    of times as much. Kernels recompute these in the backward pass; what they save besides, such as a matrix of 64
-    numbers per token and head, is not counted.
+    of times as much. Kernels recompute these in the backward pass; what they save besides, such as sums of gates and 64
+    to 128 numbers per token and head, is not counted.
 
-    Source: ``save_for_backward`` in fla 0.5 (``ops/kda``, ``ops/gated_delta_rule``), mamba-ssm 2.3
-    (``ssd_combined.py``, ``selective_scan_interface.py``) and causal-conv1d 1.6.
+    Source: what ``ChunkKDAFunction`` (flash-linear-attention) and ``MambaChunkScanCombinedFn`` (mamba-ssm) save.
     """
 
     def fuse(kernel: _Recurrence) -> Callable[..., Any]:
