@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     with (output / _LOCK).open("a", encoding="utf-8") as lock:
         if try_lock(lock) is False:
-            found = "another `recipes prove` runs in it, or a process of one that was killed"
-            raise ConfigError(Problem(str(output), found, "wait for it, end it, or name another --output"))
+            held = "another `recipes prove` runs in it, or a process of one that was killed"
+            raise ConfigError(Problem(str(output), held, "wait for it, end it, or name another --output"))
         # Inherited: the process of a check outlives a kill of this one, and would slow down what is measured next.
         os.set_inheritable(lock.fileno(), True)
         return _prove(checks, bench, options.minutes, options.page)
