@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -328,45 +329,36 @@ def fuse_layers(model: nn.Module) -> None:
             module.forward = forward
 
 
-class _Recurrence(NamedTuple):
-    """Function of transformers that calls a kernel of a package, if that is installed, and otherwise a reference.
-
-    Attributes:
-        package: Name by which the package is imported.
-        distribution: Name by which it is installed.
-        like: Position of the argument that has the shape and dtype of the output.
-        has_state: Whether it returns a pair of output and final state.
-    """
-
-    package: str
-    distribution: str
-    like: int = 0
-    has_state: bool = False
-
-
-_DELTA_RULE: Final = _Recurrence("fla", "flash-linear-attention", like=2, has_state=True)
-_SCAN: Final = _Recurrence("mamba_ssm", "mamba-ssm")
-_RECURRENCES: Final[Mapping[str, _Recurrence]] = {
-    "causal_conv1d_fn": _Recurrence("causal_conv1d", "causal-conv1d"),
-    "chunk_kimi_delta_attention": _DELTA_RULE,
-    "torch_chunk_gated_delta_rule": _DELTA_RULE,
-    "mamba2_chunk_scan": _SCAN,
-    "mamba_selective_scan": _SCAN,
+_PACKAGES: Final = {"causal-conv1d": "causal_conv1d", "flash-linear-attention": "fla", "mamba-ssm": "mamba_ssm"}
+"""Packages of kernels by distribution -> name by which they are imported."""
+_RECURRENCES: Final[Mapping[str, tuple[str, int]]] = {
+    "causal_conv1d_fn": ("causal-conv1d", 0),
+    "chunk_kimi_delta_attention": ("flash-linear-attention", 2),
+    "torch_chunk_gated_delta_rule": ("flash-linear-attention", 2),
+    "mamba2_chunk_scan": ("mamba-ssm", 0),
+    "mamba_selective_scan": ("mamba-ssm", 0),
 }
-"""Linear attention, scans of state-space models, and their convolutions, by their names in modules of transformers."""
+"""Convolutions, linear attention and scans by their names in modules of transformers -> package of their kernel, and
+position of the argument that has the shape and dtype of the output: hidden states, or values."""
 
 
-def list_recurrences(model: nn.Module) -> list[tuple[ModuleType, str, _Recurrence]]:
-    """Return the recurrences of a model that are counted as kernels: module of transformers, name and kernel.
+def list_recurrences(model: nn.Module) -> list[tuple[ModuleType, str, str]]:
+    """Return the recurrences of a model that are counted as kernels: module of transformers, name and distribution.
 
     On a machine with a GPU, only those of installed packages: without them, the reference runs.
     """
     return [
-        (module, name, kernel)
+        (module, name, package)
         for module in {sys.modules[type(part).__module__] for part in model.modules()}
-        for name, kernel in _RECURRENCES.items()
-        if hasattr(module, name) and (not torch.cuda.is_available() or find_spec(kernel.package))
+        for name, (package, _) in _RECURRENCES.items()
+        if hasattr(module, name) and (not torch.cuda.is_available() or find_spec(_PACKAGES[package]))
     ]
+
+
+def _run_kernel(like: int, *args: Any, **kwargs: Any) -> Any:
+    output = _save(args[like], *(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
+    # Linear attention, whose output is like its values, also returns its final state.
+    return (output, None) if like else output
 
 
 @contextmanager
@@ -379,19 +371,10 @@ def _fusing_recurrences(model: nn.Module) -> Iterator[None]:
 
     Source: what ``ChunkKDAFunction`` (flash-linear-attention) and ``MambaChunkScanCombinedFn`` (mamba-ssm) save.
     """
-
-    def fuse(kernel: _Recurrence) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            others = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-            output = _save(args[kernel.like], *others)
-            return (output, None) if kernel.has_state else output
-
-        return run
-
     with ExitStack() as stack:
-        for module, name, kernel in list_recurrences(model):
+        for module, name, _ in list_recurrences(model):
             stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, fuse(kernel))
+            setattr(module, name, partial(_run_kernel, _RECURRENCES[name][1]))
         yield
 
 

@@ -102,7 +102,7 @@ def plan_memory(
     held = {name: size // shards for name, size, shards in states if shards}
     components = {name: size for name, size in (held | temporary).items() if size}
     is_colocated = memory_plan.ENGINE in components
-    packages = sorted({kernel.distribution for *_, kernel in activations.list_recurrences(built.trained)})
+    packages = sorted({package for *_, package in activations.list_recurrences(built.trained)})
     kernels = f"counted with {' and '.join(packages)}, without which layers save several times as much"
     return MemoryPlan(
         layout,

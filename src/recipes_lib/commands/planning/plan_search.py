@@ -441,11 +441,8 @@ def _list_axes(
     if is_rl:
         yield list(_list_batches(config))
     shortest = config.rewards.response_length if is_rl else 0
-
-    def shorten(part: int) -> Callable[[RecipeConfig], RecipeConfig]:
-        return lambda given: dataclasses.replace(given, tokens=dataclasses.replace(given.tokens, max_length=part))
-
-    yield [_Change(f"max_length: {part}", shorten(part)) for part in (length // 2, length // 4) if part > shortest]
+    parts = [part for part in (length // 2, length // 4) if part > shortest]
+    yield [_Change(f"max_length: {part}", partial(_shorten, length=part)) for part in parts]
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
         yield list(_list_adapters(config, model_config))
     optim = "adamw_torch_fused"
@@ -454,6 +451,10 @@ def _list_axes(
         yield [_Change(f"optim: {optim}", lambda given: given.with_training({"optim": optim}))]
     factors = [factor for factor in (2, 4, 8, 16) if not batch % (number * factor)]
     yield [_Change(f"{number * factor} of these GPUs", factor=factor) for factor in factors]
+
+
+def _shorten(config: RecipeConfig, length: int) -> RecipeConfig:
+    return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, max_length=length))
 
 
 def _list_batches(config: RecipeConfig) -> Iterator[_Change]:
