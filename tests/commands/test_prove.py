@@ -43,7 +43,9 @@ def test_run_writes_rows_and_page_and_skips_passed_checks(
     assert all(f"| {row['check']} |" in page for row in rows)
     capsys.readouterr()
     assert prove.main(flags) == EXIT_DONE
-    assert "passed  environment" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.startswith("resumed: 1 check passed before\n")
+    assert "passed  environment" in output
     again = read_file(tmp_path / "my proof")
     assert len(again) == len(rows) + sum(row["status"] == SKIPPED for row in rows), "a passed check ran again"
 
@@ -101,6 +103,22 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
         assert try_lock(lock)
         with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: another `recipes prove` runs in it")):
             prove.main(["--output", str(tmp_path), "--only", "environment"])
+
+
+def test_process_of_a_check_holds_the_lock_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may outlive `recipes prove`, whose next run would compete with it for the GPU."""
+    code = (
+        "import pathlib, sys\n"
+        "held = {str(file.resolve()) for file in pathlib.Path('/proc/self/fd').iterdir()}\n"
+        "sys.exit(sys.argv[1] not in held)"
+    )
+
+    def run(bench: Bench) -> dict[str, Any]:
+        return {"code": bench.launch(["-c", code, str(tmp_path / "lock")], {}, tmp_path / "log")}
+
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("holder", "holds the lock", run)])
+    assert prove.main(["--output", str(tmp_path)]) == EXIT_DONE
+    assert read_file(tmp_path)[0]["figures"] == {"code": 0}
 
 
 def test_unknown_check_and_gpu_count_are_rejected(tmp_path: Path) -> None:

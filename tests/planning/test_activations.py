@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GPT2Config,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.planning import activations
 from recipes_lib.planning.activations import (
     CAUSAL,
     FLOAT32_ON_CUDA,
@@ -27,6 +29,7 @@ from recipes_lib.planning.activations import (
     LayerBytes,
     count_activations,
     fuse_layers,
+    list_layers,
     on_fakes,
 )
 
@@ -143,6 +146,63 @@ def test_no_probabilities_are_kept_with_latent_attention_or_dropout(config) -> N
             return count_activations(model, 2, length, length - 1).layers[1].total
 
     assert count(96) == 3 * count(32)
+
+
+FEW_HEADS = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+KIMI = {"linear_num_heads": 2, "linear_head_dim": 16, "layer_types": ["linear_attention"] * 2, "intermediate_size": 96}
+GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8}
+SCANS = {
+    "mamba": {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2},
+    "mamba2": {**FEW_HEADS, "num_heads": 8, "head_dim": 16, "chunk_size": 16, "n_groups": 1},
+}
+
+
+def count_recurrent(name: str, length: int, **sizes: object) -> int:
+    """Return the bytes that the second layer saves for each token, from the difference of two lengths."""
+    config = AutoConfig.for_model(name, **sizes, pad_token_id=None)
+
+    def count(length: int) -> int:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+            add_loss_head(model)
+        with on_fakes(model, is_half=True):
+            return count_activations(model, 1, length, length - 1).layers[1].total
+
+    return (count(2 * length) - count(length)) // length
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("kimi_linear", KIMI), ("qwen3_next", {**GATED, "layer_types": ["linear_attention"] * 2})]
+)
+def test_linear_attention_saves_no_products_of_pairs_of_tokens(name, sizes) -> None:
+    """Bytes per token are equal within a chunk of 64 tokens, to which references pad, and over several chunks."""
+    assert count_recurrent(name, 16, **FEW_HEADS, **sizes) == count_recurrent(name, 192, **FEW_HEADS, **sizes)
+
+
+@pytest.mark.parametrize(("name", "num_copies"), [("mamba", 1), ("mamba2", 2)])
+def test_scans_save_state_inputs_and_no_states(name, num_copies) -> None:
+    """A wider state adds two 16-bit features per token, in Mamba 2 before and after the convolution."""
+    wider, narrower = (count_recurrent(name, 64, state_size=size, **SCANS[name]) for size in (24, 16))
+    assert wider - narrower == num_copies * 2 * 2 * (24 - 16)
+
+
+def test_recurrence_without_its_package_on_gpu_machine_is_the_reference(monkeypatch) -> None:
+    from transformers.models.mamba import modeling_mamba
+
+    function, kernel = modeling_mamba.mamba_selective_scan, count_recurrent("mamba", 16, **SCANS["mamba"])
+    assert modeling_mamba.mamba_selective_scan is function
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert count_recurrent("mamba", 16, **SCANS["mamba"]) > 10 * kernel
+    monkeypatch.setattr(activations, "find_spec", lambda package: package in ("mamba_ssm", "causal_conv1d"))
+    assert count_recurrent("mamba", 16, **SCANS["mamba"]) == kernel
+
+
+def test_layer_within_a_layer_is_not_counted_twice() -> None:
+    sizes = {"n_mamba_heads": 8, "mamba_headdim": 16, "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}
+    config = AutoConfig.for_model("zamba2", **FEW_HEADS, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert [type(layer).__name__ for layer in list_layers(model)] == ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

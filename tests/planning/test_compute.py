@@ -15,9 +15,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -126,6 +128,18 @@ def test_flops_without_attention_do_not_depend_on_length() -> None:
 def test_window_without_layer_types_applies_to_all_layers() -> None:
     windowed = compute_flops_per_token(MistralConfig(**SMALL, sliding_window=16), 512)
     assert windowed == compute_flops_per_token(MistralConfig(**SMALL, sliding_window=None), 16)
+
+
+def test_hybrid_layers_attend_to_all_keys_and_chunked_ones_to_a_chunk() -> None:
+    sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    hybrid, full = FalconH1Config(**SMALL, **sizes), LlamaConfig(**SMALL)
+    of_hybrid, of_full = (
+        compute_flops_per_token(one, 96).body - compute_flops_per_token(one, 48).body for one in (hybrid, full)
+    )
+    assert of_hybrid == of_full
+    chunked = Llama4TextConfig(**SMALL, head_dim=16, attention_chunk_size=16, layer_types=["chunked_attention"] * 3)
+    assert compute_flops_per_token(chunked, 512) == compute_flops_per_token(chunked, 16)
+    assert compute_flops_per_token(chunked, 16).body > compute_flops_per_token(chunked, 8).body
 
 
 def test_flops_of_llama_2_70b_match_closed_form() -> None:

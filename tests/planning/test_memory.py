@@ -24,7 +24,7 @@ from transformers import (
     Gemma2Config,
     GPTJConfig,
     LlamaConfig,
-    MambaConfig,
+    RwkvConfig,
 )
 
 from recipes_lib.config.schema import RecipeConfig
@@ -496,9 +496,9 @@ def test_logit_bytes_match_allocations_of_losses(
     assert counted == pytest.approx(count_logit_bytes(config, shape), rel=0.05)
 
 
-def test_sequential_scan_is_counted_from_few_tokens(build, monkeypatch) -> None:
+def test_sequential_recurrence_is_counted_from_few_tokens(build, monkeypatch) -> None:
     """Equal to the count of all tokens, which would take minutes for long rows."""
-    config, model = build("sft", max_length=50), MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)
+    config, model = build("sft", max_length=50), RwkvConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)
     passes = []
     count_activations = activations.count_activations
     monkeypatch.setattr(

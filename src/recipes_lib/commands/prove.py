@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 from recipes_lib.files import explain_write_errors, try_lock
+from recipes_lib.quantities import pluralize
 
 if TYPE_CHECKING:
     from recipes_lib.proving.bench import Bench
@@ -57,7 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     with (output / _LOCK).open("a", encoding="utf-8") as lock:
         if try_lock(lock) is False:
-            raise ConfigError(Problem(str(output), "another `recipes prove` runs in it", "name another --output"))
+            held = "another `recipes prove` runs in it, or a process of one that was killed"
+            raise ConfigError(Problem(str(output), held, "wait for it, end it, or name another --output"))
+        # Inherited: the process of a check outlives a kill of this one, and would slow down what is measured next.
+        os.set_inheritable(lock.fileno(), True)
         return _prove(checks, bench, options.minutes, options.page)
 
 
@@ -76,6 +81,8 @@ def _prove(checks: Sequence[Check], bench: Bench, minutes: float, further_page: 
     output, began = bench.folder, time.monotonic()
     rows = read_rows(output, bench.describe())
     bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
+    if bench.passed:
+        sys.stdout.write(f"resumed: {pluralize(len(bench.passed), 'check')} passed before\n")
     for check in checks:
         if (row := rows.get(check.name)) is None or row.status != PASSED:
             row = run_check(check, bench, 60 * minutes - (time.monotonic() - began))

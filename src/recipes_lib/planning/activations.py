@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from recipes_lib.models.activation_checkpointing import is_product
-from recipes_lib.models.inference import unwrap_adapter
 
 FLOAT32_ON_CUDA: Final = frozenset(
     (
@@ -97,10 +100,10 @@ def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
         yield
 
 
-def count_cache(policy: Any, length: int) -> int:
+def count_cache(model: Any, length: int) -> int:
     """Return the bytes of the KV cache of a row of ``length`` tokens."""
     with torch.no_grad():
-        output = unwrap_adapter(policy).base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
+        output = model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
     # Named `past_key_values` in transformers 5.23, `cache` in later versions.
     held = (value for layer in output[ALL_CACHE_NAMES[0]].layers for value in vars(layer).values())
     return count_bytes(value for value in held if isinstance(value, Tensor))
@@ -247,7 +250,8 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
     for layer in list_layers(model):
         layer.register_forward_pre_hook(enter)
         layer.register_forward_hook(leave)
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda holder: holder.tensor), watched:
+    hooks = saved_tensors_hooks(pack, lambda holder: holder.tensor)
+    with _fusing_recurrences(model), torch.enable_grad(), hooks, watched:
         output = model(
             input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
             predictors=torch.zeros(num_rows * num_predicted, dtype=torch.int64),
@@ -300,6 +304,9 @@ class _Fused(torch.autograd.Function):
         return torch.empty_like(first)
 
 
+_save: Any = _Fused.apply
+
+
 def fuse_layers(model: nn.Module) -> None:
     """Replace norms and gated MLPs by versions that save what Liger's kernels would; their outputs are empty.
 
@@ -307,20 +314,68 @@ def fuse_layers(model: nn.Module) -> None:
 
     Source: Hsu et al. 2024 (Liger Kernel), section 3.2; measured memory in docs/results_gpu.md.
     """
-    save: Any = _Fused.apply
 
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
             # Its input, and one number per token.
-            return lambda hidden: save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+            return lambda hidden: _save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
             # Both factors of SwiGLU or GeGLU, but not the activation.
-            return lambda hidden: module.down_proj(save(module.gate_proj(hidden), module.up_proj(hidden)))
+            return lambda hidden: module.down_proj(_save(module.gate_proj(hidden), module.up_proj(hidden)))
         return None
 
     for module in model.modules():
         if (forward := fuse(module)) is not None:
             module.forward = forward
+
+
+_PACKAGES: Final = {"causal-conv1d": "causal_conv1d", "flash-linear-attention": "fla", "mamba-ssm": "mamba_ssm"}
+"""Packages of kernels by distribution -> name by which they are imported."""
+_RECURRENCES: Final[Mapping[str, tuple[str, int]]] = {
+    "causal_conv1d_fn": ("causal-conv1d", 0),
+    "chunk_kimi_delta_attention": ("flash-linear-attention", 2),
+    "torch_chunk_gated_delta_rule": ("flash-linear-attention", 2),
+    "mamba2_chunk_scan": ("mamba-ssm", 0),
+    "mamba_selective_scan": ("mamba-ssm", 0),
+}
+"""Convolutions, linear attention and scans by their names in modules of transformers -> package of their kernel, and
+position of the argument that has the shape and dtype of the output: hidden states, or values."""
+
+
+def list_recurrences(model: nn.Module) -> list[tuple[ModuleType, str, str]]:
+    """Return the recurrences of a model that are counted as kernels: module of transformers, name and distribution.
+
+    On a machine with a GPU, only those of installed packages: without them, the reference runs.
+    """
+    return [
+        (module, name, package)
+        for module in {sys.modules[type(part).__module__] for part in model.modules()}
+        for name, (package, _) in _RECURRENCES.items()
+        if hasattr(module, name) and (not torch.cuda.is_available() or find_spec(_PACKAGES[package]))
+    ]
+
+
+def _run_kernel(like: int, *args: Any, **kwargs: Any) -> Any:
+    output = _save(args[like], *(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
+    # Linear attention, whose output is like its values, also returns its final state.
+    return (output, None) if like else output
+
+
+@contextmanager
+def _fusing_recurrences(model: nn.Module) -> Iterator[None]:
+    """Context in which recurrences save their inputs, as their kernels do; their outputs are empty.
+
+    The references save the state of every token, or products of all pairs of tokens in a chunk for each channel: tens
+    of times as much. Kernels recompute these in the backward pass; what they save besides, such as sums of gates and 64
+    to 128 numbers per token and head, is not counted.
+
+    Source: what ``ChunkKDAFunction`` (flash-linear-attention) and ``MambaChunkScanCombinedFn`` (mamba-ssm) save.
+    """
+    with ExitStack() as stack:
+        for module, name, _ in list_recurrences(model):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, partial(_run_kernel, _RECURRENCES[name][1]))
+        yield
 
 
 def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
@@ -330,5 +385,8 @@ def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
 
 
 def list_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that support activation checkpointing, in the order of the model."""
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    """Return the layers that support activation checkpointing, in the order of the model, without layers in layers."""
+    found = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    # A hybrid layer of Zamba contains a Mamba layer.
+    nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
+    return [layer for layer in found if layer not in nested]

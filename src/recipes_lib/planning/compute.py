@@ -255,10 +255,20 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     flops = 0.0
     for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
-        windowed = min(sequence_length, getattr(layer, "sliding_window", None) or sequence_length)
-        num_keys = {"full_attention": sequence_length, "sliding_attention": windowed}.get(layer_type, 0)
-        flops += 2.0 * num_keys * layer.num_attention_heads * sum(_find_head_dims(layer))
+        if layer_type in _ATTENTION:
+            window = getattr(layer, _ATTENTION[layer_type], None) or sequence_length
+            flops += 2.0 * min(sequence_length, window) * layer.num_attention_heads * sum(_find_head_dims(layer))
     return flops
+
+
+_ATTENTION: Final = {
+    **dict.fromkeys(("full_attention", "hybrid"), ""),
+    **dict.fromkeys(("sliding_attention", "hybrid_sliding"), "sliding_window"),
+    "chunked_attention": "attention_chunk_size",
+    "indexed_attention": "index_topk",
+}
+"""Layer types with attention -> key with the largest number of keys of a query. Others have a recurrence, a convolution
+or an MLP alone, whose FLOPs beside those of weights are few."""
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

@@ -102,9 +102,11 @@ def plan_memory(
     held = {name: size // shards for name, size, shards in states if shards}
     components = {name: size for name, size in (held | temporary).items() if size}
     is_colocated = memory_plan.ENGINE in components
+    packages = sorted({package for *_, package in activations.list_recurrences(built.trained)})
+    kernels = f"counted with {' and '.join(packages)}, without which layers save several times as much"
     return MemoryPlan(
         layout,
-        built.about,
+        "; ".join(filter(None, [built.about, kernels if packages else ""])),
         components,
         _name_phases(config) if samples else {},
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
@@ -414,12 +416,7 @@ def _count_rollouts(
             # This layer, the prefetched next one, and the output projection.
             gathered["a layer"] = width * (2 * max(layers) + text.vocab_size * text.hidden_size)
         temporary |= {f"gathered for {name}": size for name, size in gathered.items()}
-        if has_half_products(config):
-            # As gathered weights are, which determines the dtype of keys also under autocast.
-            policy.to(torch.bfloat16)
-    caching = compute.explaining_model(model_config, "has a cache that cannot be counted", _MEASURE)
-    with caching, activations.on_fakes(policy, is_half=has_half_products(config)):
-        row = activations.count_cache(policy, micro.length)
+    row = _count_row(config, model_config, layout, micro.length)
     if not config.engine.use_vllm:
         temporary |= {
             "KV cache of a batch": batch * row,
@@ -431,6 +428,25 @@ def _count_rollouts(
     if config.engine.use_transformers_continuous_batching and is_narrow:
         temporary["16-bit copy that answers"] = copied
     return temporary | {"a layer of a batch": round(max(layer.total for layer in kept.layers) * batch / micro.num_rows)}
+
+
+def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, length: int) -> int:
+    """Return the bytes of the KV cache of a row of ``length`` tokens."""
+    is_half = has_half_products(config)
+    # Gathered weights are in 16 bits, which determines the dtype of keys also under autocast.
+    dtype = "bfloat16" if is_half and layout.shards.weights != 1 else config.model.dtype
+    key = (type(model_config), model_config.to_json_string(), dtype, is_half, length)
+    if key not in _ROWS:
+        with compute.explaining_model(model_config, "has a cache that cannot be counted", _MEASURE):
+            with torch.device("meta"):
+                model = _build(AutoModelForCausalLM, model_config, dtype)
+            with activations.on_fakes(model, is_half=is_half):
+                _ROWS[key] = activations.count_cache(model, length)
+    return _ROWS[key]
+
+
+_ROWS: Final[dict[tuple[object, ...], int]] = {}
+"""Counted caches by all that they depend on."""
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:

@@ -140,7 +140,7 @@ class MemoryPlan:
 
     Attributes:
         layout: Layout of the models over the processes.
-        about: Which models share a base model, for the report; may be empty.
+        about: Which models share a base model, and packages whose kernels are counted, for the report; may be empty.
         components: Bytes of each component by name.
         phases: Names of the temporary components of each phase; all others are held in every phase. Empty if everything
             is held at once.

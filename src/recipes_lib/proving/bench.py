@@ -94,7 +94,10 @@ def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path,
     environment = {**read_environment(), **variables}
     with (
         output.open("w", encoding="utf-8") as stream,
-        subprocess.Popen([sys.executable, *arguments], stdout=stream, stderr=stream, env=environment) as process,
+        # With the lock of the folder, which `recipes prove` makes inheritable; other files are not.
+        subprocess.Popen(
+            [sys.executable, *arguments], stdout=stream, stderr=stream, env=environment, close_fds=False
+        ) as process,
     ):
         try:
             return process.wait(limit)

@@ -161,6 +161,9 @@ SAMPLED = {
 }  # fmt: skip
 
 
+LONG_ROWS = {"max_length": 8192, "dtype": "bfloat16"}
+
+
 def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
@@ -176,9 +179,17 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
         ("sft", 7, {}, "the `lora` recipe on 16-bit weights (`dtype: bfloat16`) would fit"),
         ("sft", 4.6, {}, "the `lora` recipe on 4-bit weights (`dtype: bfloat16`, `load_in_4bit: true`) would fit"),
         ("pretrain", 7.7, {"max_steps": 4}, "8 of these GPUs would fit"),
-        # Sixteen rows do not divide among 32 GPUs, and FSDP2 does not support the 8-bit optimizer.
-        ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory"),
-        ("pretrain", 7.7, {"max_steps": 4, "optim": "adamw_8bit"}, "name GPUs with more memory"),
+        # Sixteen rows do not divide among 32 GPUs: all changes together are the nearest.
+        ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory: max_length: 64 and 16 of these GPUs would need"),
+        # FSDP2 does not support the 8-bit optimizer, so that more GPUs help only with another.
+        (
+            "pretrain",
+            7.7,
+            {"max_steps": 4, "optim": "adamw_8bit"},
+            "optim: adamw_torch_fused and 8 of these GPUs would",
+        ),
+        # Of changes that are enough together, more GPUs and a quarter of the rows are not needed.
+        ("lora", 5, LONG_ROWS, "max_length: 4096 and the adapter on 4-bit weights (`load_in_4bit: true`) would fit"),
         # Equally many answers per iteration.
         ("grpo", 30, ANSWERS, f"activation_checkpointing: true, {EIGHT_ROWS} would fit"),
         ("grpo", 30, {**ANSWERS, "activation_checkpointing": True}, f"{EIGHT_ROWS} would fit"),
@@ -187,7 +198,19 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
     ],
 )
 def test_misfit_suggests_smallest_change_that_fits(recipe, gigabytes, keys, words) -> None:
-    assert find_remedy(build_config(recipe, **KEYS | keys), gigabytes) == words
+    assert find_remedy(build_config(recipe, **KEYS | keys), gigabytes).startswith(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words"), [([], "8 of these GPUs would fit"), (["--num_processes", 2], "2 of these")]
+)
+def test_batch_grows_with_gpus_unless_its_processes_are_named(plan_recipe, flags, words) -> None:
+    """A row on each of the GPUs, or two rows in all, which do not divide among more GPUs."""
+    keys = {"max_length": 256, "max_steps": 4, "model_name_or_path": None, "tokenizer_name_or_path": "a/b"}
+    keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "model_config": dict(LAYERS)}
+    keys["model_config"] |= {"num_hidden_layers": 32}
+    assert words in plan_recipe("pretrain", "--gpus", "1xRTX4090", *flags, code=2, **keys)
 
 
 def test_launch_file_has_precision_of_run(search_plan, tmp_path: Path) -> None:

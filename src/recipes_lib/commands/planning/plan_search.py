@@ -7,12 +7,12 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 from transformers import PreTrainedConfig
@@ -120,7 +120,8 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     best = found[0]
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
-        raise ConfigError(describe_misfit(run, hardware, least, batch))
+        # The batch of a recipe for as many processes as GPUs grows with them.
+        raise ConfigError(describe_misfit(run, hardware, least, batch if num_processes != number else 0))
     hours = best.seconds * steps / 3600
     verify_limits(run.options, hours, hardware)
     if run.options.write:
@@ -131,6 +132,8 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     yield from ((UNLABELLED, line) for line in ("", *format_rows([_HEADS, *candidates]), ""))
     searched = {starts[one.layout].name for one in found}
     yield from _describe_refused({name: why for name, why in refused.items() if name not in searched})
+    if best.memory.about:
+        yield "memory", best.memory.about
     yield "keys", _join_keys(best.keys)
     yield "launch", compose_flags(starts[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
@@ -370,53 +373,127 @@ def describe_misfit(run: PlannedRun, hardware: Hardware, least: float, batch: in
     return Problem("--gpus", found, _find_change(run, hardware, batch))
 
 
+class _Change(NamedTuple):
+    """Change of a run.
+
+    Attributes:
+        words: The change, for the reader; empty for none.
+        apply: Returns the changed configuration.
+        factor: Factor of the number of GPUs.
+    """
+
+    words: str = ""
+    apply: Callable[[RecipeConfig], RecipeConfig] = lambda config: config
+    factor: int = 1
+
+
 def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
-    """Return the smallest change with which the run would fit, whose GPUs divide ``batch`` rows."""
-    for change, changed, count in _list_changes(run, hardware.num_gpus):
-        starts = {} if batch % count else list_starts(changed, run.model_config, count)[0]
-        for layout in (layout for layout, start in starts.items() if start.name in REPLICATED_OR_SHARDED):
-            plan = plan_memory(changed, run.model_config, layout)
-            if is_supported(changed, starts[layout], {}) and plan.fits(hardware.device.memory):
-                return f"{change} would fit"
-    return "name GPUs with more memory"
+    """Return the smallest change with which the run would fit, replicated or sharded: a single one, else several.
 
-
-def _list_changes(run: PlannedRun, number: int) -> Iterator[tuple[str, RecipeConfig, int]]:
-    """Yield changes of a run on ``number`` GPUs, the smallest first, with the new configuration and number of GPUs."""
-    config, model_config = run.config, run.model_config
-    length, shortest, least = config.tokens.max_length or 0, config.rewards.response_length, config
+    Args:
+        run: The run.
+        hardware: The GPUs.
+        batch: Rows of an optimizer step, which the GPUs must divide; 0 for any number of GPUs.
+    """
+    size, config = hardware.device.memory, run.config
     if config.recipe not in RL_RECIPES:
-        # The search tries every micro-batch, and recomputation.
-        shortest, least = 0, config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
-    else:
-        names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-        sampled, rows, steps = map(config.read, names)
-        for factor in (1, 2, 4, 8, 16):
-            batch = {"activation_checkpointing": config.read("activation_checkpointing") or True}
-            batch |= {names[0]: max(sampled // factor, 1)}
-            # Otherwise, the micro-batch determines the answers of an iteration.
-            if not rows % factor and not config.training.get("steps_per_generation"):
-                batch |= {names[1]: rows // factor, names[2]: steps * factor}
-            words = [f"{key}: {json.dumps(value)}" for key, value in batch.items() if value != config.read(key)]
-            yield ", ".join(words), config.with_training(batch), number
-    for part in (part for part in (length // 2, length // 4) if part > shortest):
-        tokens = dataclasses.replace(config.tokens, max_length=part)
-        yield f"max_length: {part}", dataclasses.replace(least, tokens=tokens), number
+        # The search has tried every micro-batch, and recomputation.
+        config = config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
+    axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
+
+    def list_plans(chosen: Sequence[_Change]) -> list[MemoryPlan]:
+        changed, count = config, hardware.num_gpus
+        for change in chosen:
+            changed, count = change.apply(changed), count * change.factor
+        starts = list_starts(changed, run.model_config, count)[0].items()
+        named = [
+            layout
+            for layout, start in starts
+            if start.name in REPLICATED_OR_SHARDED and is_supported(changed, start, {})
+        ]
+        return [plan_memory(changed, run.model_config, layout, device_bytes=size) for layout in named]
+
+    def fits(chosen: Sequence[_Change]) -> bool:
+        return any(plan.fits(size) for plan in list_plans(chosen))
+
+    if single := next((change for axis in axes for change in axis if fits([change])), None):
+        return f"{single.words} would fit"
+    # The largest change of each kind; then, of one kind after the other, the smallest that is enough, GPUs first.
+    chosen = [axis[-1] for axis in axes]
+    enough = fits(chosen)
+    for index in reversed(range(len(axes)) if enough else ()):
+        options = [_Change(), *axes[index][:-1]]
+        chosen[index] = next(
+            (one for one in options if fits([*chosen[:index], one, *chosen[index + 1 :]])), axes[index][-1]
+        )
+    words = " and ".join(change.words for change in chosen if change.words)
+    if enough:
+        return f"{words} would fit"
+    least = min((plan.peak for plan in list_plans(chosen)), default=0) / 1e9
+    return "name GPUs with more memory" + (f": {words} would need {least:.1f} GB" if least else "")
+
+
+def _list_axes(
+    config: RecipeConfig, model_config: PreTrainedConfig, number: int, batch: int
+) -> Iterator[list[_Change]]:
+    """Yield the changes of each kind, the smallest first: batch of RL, row length, adapter, optimizer, and GPUs."""
+    is_rl, length = config.recipe in RL_RECIPES, config.tokens.max_length or 0
+    if is_rl:
+        yield list(_list_batches(config))
+    shortest = config.rewards.response_length if is_rl else 0
+    parts = [part for part in (length // 2, length // 4) if part > shortest]
+    yield [_Change(f"max_length: {part}", partial(_shorten, length=part)) for part in parts]
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
-        recipe, how, keys = config.recipe, "an adapter", "`use_peft: true`, `dtype: bfloat16`"
-        if recipe == "sft":
-            recipe, how, keys = "lora", "the `lora` recipe", "`dtype: bfloat16`"
-        adapter = dataclasses.replace(config.adapter, use_peft=True)
-        model = dataclasses.replace(config.model, dtype="bfloat16")
-        adapted = dataclasses.replace(least, recipe=recipe, adapter=adapter, model=model)
-        for bits, key in (("16", ""), ("4", ", `load_in_4bit: true`")):
-            quantized = dataclasses.replace(config.quantization, load_in_4bit=bits == "4", load_in_8bit=False)
-            # A quantised checkpoint cannot be loaded with other bits, and vLLM needs merged weights.
-            is_refused = any(check_quantization("", model_config, quantized))
-            if not is_refused and not (quantized.load_in_4bit and config.engine.use_vllm):
-                changed = dataclasses.replace(adapted, quantization=quantized)
-                yield f"{how} on {bits}-bit weights ({keys}{key})", changed, number
-    yield from ((f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16))
+        yield list(_list_adapters(config, model_config))
+    optim = "adamw_torch_fused"
+    if config.read("optim") not in ("adamw_torch", optim):
+        # FSDP2 does not support most others.
+        yield [_Change(f"optim: {optim}", lambda given: given.with_training({"optim": optim}))]
+    factors = [factor for factor in (2, 4, 8, 16) if not batch % (number * factor)]
+    yield [_Change(f"{number * factor} of these GPUs", factor=factor) for factor in factors]
+
+
+def _shorten(config: RecipeConfig, length: int) -> RecipeConfig:
+    return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, max_length=length))
+
+
+def _list_batches(config: RecipeConfig) -> Iterator[_Change]:
+    """Yield recomputation, and smaller batches with equally many answers per iteration."""
+    names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    sampled, rows, steps = map(config.read, names)
+    for factor in (1, 2, 4, 8, 16):
+        keys = {"activation_checkpointing": config.read("activation_checkpointing") or True}
+        keys |= {names[0]: max(sampled // factor, 1)}
+        # Otherwise, the micro-batch determines the answers of an iteration.
+        if not rows % factor and not config.training.get("steps_per_generation"):
+            keys |= {names[1]: rows // factor, names[2]: steps * factor}
+        words = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value != config.read(key)]
+        if words:
+            yield _Change(", ".join(words), partial(RecipeConfig.with_training, keys=keys))
+
+
+def _list_adapters(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterator[_Change]:
+    """Yield an adapter on 16- and on 4-bit weights, if the run has more bits."""
+    recipe, how, keys = config.recipe, "an adapter", ["`use_peft: true`"]
+    if recipe == "sft":
+        recipe, how, keys = "lora", "the `lora` recipe", []
+    elif config.adapter.use_peft:
+        how, keys = "the adapter", []
+    if config.model.dtype != "bfloat16":
+        keys.append("`dtype: bfloat16`")
+    adapter = dataclasses.replace(config.adapter, use_peft=True)
+    model = dataclasses.replace(config.model, dtype="bfloat16")
+    for bits in (16, 4):
+        quantized = dataclasses.replace(config.quantization, load_in_4bit=bits == 4, load_in_8bit=False)
+        changes = [*keys, *(["`load_in_4bit: true`"] if bits == 4 and not config.quantization.load_in_4bit else [])]
+        # A quantised checkpoint cannot be loaded with other bits, and vLLM needs merged weights.
+        is_refused = any(check_quantization("", model_config, quantized))
+        has_fewer = bits == 16 and config.quantization.is_quantized
+        if not changes or has_fewer or is_refused or (bits == 4 and config.engine.use_vllm):
+            continue
+        changed = {"recipe": recipe, "adapter": adapter, "model": model, "quantization": quantized}
+        apply: Any = partial(dataclasses.replace, **changed)
+        yield _Change(f"{how} on {bits}-bit weights ({', '.join(changes)})", apply)
 
 
 def _join_keys(keys: Mapping[str, Any]) -> str:
