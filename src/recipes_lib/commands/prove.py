@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 from recipes_lib.files import explain_write_errors, try_lock
 
@@ -27,11 +27,10 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: There is no such check, the machine has fewer GPUs than requested, or another process writes to the
             folder.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes prove",
         description="Compare results, throughput and memory of this machine with references, without a network. "
         "The same command resumes after an interruption.",
-        allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="no check starts after this time (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")

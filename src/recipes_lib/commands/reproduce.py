@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 from packaging.version import VERSION_PATTERN, Version
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.paths import REFERENCES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
@@ -203,7 +204,7 @@ def _fetch(repository: str, revision: str | None) -> Path:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Restore configuration and package versions of a published run, and report differences."
-    parser = argparse.ArgumentParser(prog="recipes reproduce", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes reproduce", description=about)
     parser.add_argument("source", help="repository on the Hub, or output directory of a run")
     parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import math
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
@@ -254,10 +254,9 @@ def main_pairs(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other pairs.
         DataError: The prompts cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes sample-pairs",
         description="Sample several answers to each prompt from a policy, and keep the best and the worst as a pair.",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the pairs, JSON Lines")
     parser.add_argument("--num_answers", type=int, default=4, help="answers per prompt (default: 4)")
@@ -384,10 +383,9 @@ def main_answers(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other answers.
         DataError: The prompts cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes distill-write",
         description="Sample answers to prompts from a teacher, and write them as rows to fine-tune a student on.",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
     text = "handling of <think> ... </think> (default: keep)"
