@@ -17,6 +17,7 @@ from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
 from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
+from recipes_lib.quantities import pluralize
 
 _USAGE: Final = (
     "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n"
@@ -71,7 +72,8 @@ def check(argv: Sequence[str]) -> int:
     from recipes_lib.evaluation.suites import load_tasks
 
     for name, task in load_tasks(config)["tasks"].items():
-        sys.stdout.write(f"{name}: {len(task.eval_docs):,} questions, {task.get_config('num_fewshot')} examples\n")
+        examples = pluralize(task.get_config("num_fewshot"), "example")
+        sys.stdout.write(f"{name}: {pluralize(len(task.eval_docs), 'question')}, {examples}\n")
     sys.stdout.write(f"model: {json.dumps(describe_model(config))}\n\nready to evaluate\n")
     return EXIT_DONE
 
@@ -219,7 +221,9 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
-            lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
+            lines.append(
+                f"{name}: {metric} {score['value']:.4f}{error}, {pluralize(found['num_questions'], 'question')}"
+            )
         causes = {
             "num_cut": "did not fit and were truncated at the start",
             "num_empty": "have an empty answer",

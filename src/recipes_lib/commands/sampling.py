@@ -17,6 +17,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import explain_write_errors, fsync, name_record, read_record, replace_record, try_lock
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ class PairCounts(Counts):
         """Return the counts in a line."""
         mean = self.score_sum / max(self.num_answers, 1)
         return (
-            f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; without a pair: {self.num_alike:,} with equal "
-            f"rewards or texts, {self.num_unfinished:,} with fewer than two complete answers; mean reward {mean:.4g}"
+            f"{pluralize(self.num_prompts, 'prompt')}, {pluralize(self.num_pairs, 'pair')}; without a pair: "
+            f"{self.num_alike:,} with equal rewards or texts, {self.num_unfinished:,} with fewer than two complete "
+            f"answers; mean reward {mean:.4g}"
         )
 
 
@@ -371,8 +373,9 @@ class AnswerCounts(Counts):
     def describe(self) -> str:
         """Return the counts in a line."""
         return (
-            f"{self.num_rows:,} answers to {self.num_prompts:,} prompts, {self.num_reasoned:,} with reasoning; "
-            f"dropped: {self.num_unfinished:,} truncated, {self.num_empty:,} empty or invalid"
+            f"{pluralize(self.num_rows, 'answer')} to {pluralize(self.num_prompts, 'prompt')}, "
+            f"{self.num_reasoned:,} with reasoning; dropped: {self.num_unfinished:,} truncated, "
+            f"{self.num_empty:,} empty or invalid"
         )
 
 

@@ -360,7 +360,7 @@ def _read_settings(
                 values[key] = adapt(key, value)
     if more := unknown[_MAX_EXPLAINED:]:
         remedy = f"is it a file for recipe {table.recipe}? see docs/configs/{table.recipe}.md"
-        problems.append(Problem(more[0].where, f"{len(more):,} more unknown keys", remedy))
+        problems.append(Problem(more[0].where, f"more unknown keys: {len(more):,}", remedy))
     return Settings(table, str(path or "command line, without --config"), meant | given, values)
 
 
