@@ -210,6 +210,11 @@ def test_recipe_and_file_may_be_written_without_their_flags(
     assert (Path(script).name, flags) == (f"{recipe}.py", ["--config", "sft_long.yaml", "--learning_rate", "1e-5"])
 
 
+def test_misspelt_recipe_is_the_only_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "sfft", "a.yaml"]) == 2
+    assert capsys.readouterr().err == "--recipe: there is no recipe 'sfft'\n    did you mean `sft`?\n"
+
+
 @pytest.mark.parametrize("rest", [["--learning_rate", "1e-5", "a.yaml"], ["a.yaml", "b.yaml"], ["a.txt"]])
 def test_only_leading_file_is_taken_as_configuration(rest: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", *rest]) == 2

@@ -64,7 +64,7 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     inspection = INSPECTIONS[config.recipe](config, launch, console, launch_file)
     inspection.run()
     count = len(inspection.problems)
-    console.print(f"\n{pluralize(count, 'problem')}" if count else "\nready to train")
+    console.print(f"\n{pluralize(count, 'problem')}, marked with ✗" if count else "\nready to train")
     return inspection.problems
 
 

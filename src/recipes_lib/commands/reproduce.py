@@ -197,10 +197,10 @@ def _fetch(repository: str, revision: str | None) -> Path:
     try:
         return Path(HfApi().hf_hub_download(repository, "run.json", revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        words = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            Problem(repository, f"its run.json cannot be fetched: {words}", "check name and login")
-        ) from error
+        is_away = isinstance(error, LocalEntryNotFoundError)
+        words = "the Hub is out of reach" if is_away else str(error).strip().partition("\n")[0]
+        found = f"its run.json cannot be fetched: {words}"
+        raise ConfigError(Problem(repository, found, "check name, network and login")) from error
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

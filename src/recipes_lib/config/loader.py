@@ -36,7 +36,7 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
@@ -140,7 +140,8 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
     named = config.stem.split("_")[0] if config else ""
     recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")
     if recipe not in recipes:
-        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(recipes)}"))
+        remedy = suggest(recipe, recipes, f"write one of {', '.join(recipes)}")
+        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", remedy))
     return recipe, rest
 
 
