@@ -71,6 +71,8 @@ def test_help_lists_every_command(flag: str, recipes) -> None:
     for name, command in cli.COMMANDS.items():
         assert f"  {name} " in output
         assert command.summary in output
+    assert [line.strip() for line in output.splitlines() if line.startswith("  recipes ")] == [*cli.EXAMPLES]
+    assert "recipes COMMAND --help" in output
 
 
 def test_help_command_shows_help(recipes) -> None:

@@ -64,8 +64,8 @@ def go_offline_unless_reachable(name: str) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
     except (http_error, OSError) as error:
-        reason = type(error).__name__
-        sys.stderr.write(f"{constants.ENDPOINT} does not answer ({reason}): only cached models and data can be used\n")
+        failure = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+        sys.stderr.write(f"{failure}: only cached models and data can be used\n")
         constants.HF_HUB_OFFLINE = True
         # `datasets` copies the constant at import.
         if "datasets" in sys.modules:

@@ -199,7 +199,7 @@ def test_exception_of_one_rank_is_reported_first(keys, tmp_path, rank):
     run = tmp_path / "run"
     code, output = finish(launch(keys | {"metrics": "[scores:Failing]"}, run, env=environment))
     assert code == 1
-    reason = "Failing failed on 1 sample: ValueError: not on this rank"
+    reason = "Failing failed on 1 samples: ValueError: not on this rank"
     assert output.index(reason) < output.index(f"rank {1 - rank} exits: process {rank} of this machine ended: Config")
     assert output.index("Root Cause") < output.rindex(reason)
     assert "recipe_trainer.py" not in output

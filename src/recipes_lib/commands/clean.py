@@ -12,7 +12,7 @@ from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, verify_extra
 from recipes_lib.processes import count_cores
-from recipes_lib.quantities import format_bytes, pluralize
+from recipes_lib.quantities import format_bytes
 
 MEGABYTES_PER_SECOND: Final = 1.7
 """Throughput of one core with all steps on web text (``benchmarks/corpus.py``); higher without a quality preset."""
@@ -103,8 +103,7 @@ def plan(argv: Sequence[str]) -> None:
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
     sys.stdout.write(
-        f"{hours:,.2f} hours on {pluralize(workers, 'core')}, at {MEGABYTES_PER_SECOND:g} MB/s of text each "
-        "(docs/results.md)\n"
+        f"{hours:,.2f} hours on {workers} cores, at {MEGABYTES_PER_SECOND:g} MB/s of text each (docs/results.md)\n"
         f"disk: at most {format_bytes(total * DISK_SHARE)}, for `.work` and the shards together\n"
     )
 

@@ -18,7 +18,6 @@ from typing import Literal
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.environment import find_version
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
-from recipes_lib.quantities import pluralize
 
 DISTRIBUTION = "recipes-lib"
 MIN_FREE_GB = 10
@@ -140,8 +139,7 @@ def _probe_torch() -> Iterator[Finding]:
     from recipes_lib.training.layouts.launch_environment import read_environment
 
     yield Finding("torch", "ok", torch.__version__, is_core=True)
-    used = pluralize(torch.get_num_threads(), "thread")
-    threads = f"{pluralize(count_cores(), 'core')}, torch uses {used} (OMP_NUM_THREADS sets them)"
+    threads = f"{count_cores()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
     yield Finding("cpu", "ok", threads)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

@@ -221,9 +221,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
-            lines.append(
-                f"{name}: {metric} {score['value']:.4f}{error}, {pluralize(found['num_questions'], 'question')}"
-            )
+            lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
         causes = {
             "num_cut": "did not fit and were truncated at the start",
             "num_empty": "have an empty answer",

@@ -21,7 +21,6 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
 from recipes_lib.files import Fields, explain_write_errors, read_record
-from recipes_lib.quantities import pluralize
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         config_file.write_text(text, encoding="utf-8")
         constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")
-    sys.stdout.write(f"restored {config_file} ({pluralize(len(keys), 'key')}) and {constraints}\n")
+    sys.stdout.write(f"restored {config_file} ({len(keys)} keys) and {constraints}\n")
     lost += [
         f"the key {key}, which was {value!r}, runs code: {config_file} has it as a comment"
         for key, value in code.items()

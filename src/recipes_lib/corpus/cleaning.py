@@ -61,7 +61,6 @@ from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
-from recipes_lib.quantities import pluralize
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 """Shortest interval between two progress lines."""
@@ -343,8 +342,7 @@ def dry_run_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -
         if first is None:
             found = ": ".join(["the first task has no document", *ledger.notes[:1]])
             raise DataError(Problem(source.entry["name"], found, "check its files"))
-        tasks = pluralize(len(source.tasks), "task")
-        yield f"{source.label}: {source.kind}, {tasks}; {', '.join(step.name for step in steps)}"
+        yield f"{source.label}: {source.kind}, {len(source.tasks):,} tasks; {', '.join(step.name for step in steps)}"
         for step in steps:
             if first.text.strip():
                 step.apply(first, Counter())

@@ -48,9 +48,8 @@ class SFTInspection(Inspection):
         """Report steps and learning rates of the Trainer, and the size of a step."""
         num_rows = self.report_schedule(report, self._data.num_packs)
         targets = num_rows * self._data.audit.num_target_tokens / self._data.audit.num_packs
-        report(
-            f"a step: {pluralize(num_rows, 'row')} of up to {self._data.max_length:,} tokens, {targets:,.0f} targets"
-        )
+        rows = f"{pluralize(num_rows, 'row')} of up to {self._data.max_length:,} tokens"
+        report(f"a step: {rows}, {targets:,.0f} targets")
 
 
 class PretrainInspection(Inspection):

@@ -55,11 +55,7 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
     (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
     (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
-    (
-        LocalEntryNotFoundError,
-        "is neither a folder nor in the cache, and the Hub is out of reach",
-        "correct the path, or run `hf download {name}` while online",
-    ),
+    (LocalEntryNotFoundError, "is not in the cache, and the Hub is out of reach", "`hf download {name}` while online"),
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
     (
         "trust_remote_code",

@@ -171,9 +171,7 @@ def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
         KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance"),
         KeyFigure("Length baseline", f"{longer:.1%}", "accuracy of preferring the longer answer"),
         KeyFigure(
-            "Ready for RL",
-            "yes" if verdict["may_serve_ppo"] else "no",
-            f"{pluralize(len(verdict['failed_gates']), 'gate')} failed",
+            "Ready for RL", "yes" if verdict["may_serve_ppo"] else "no", f"{len(verdict['failed_gates'])} gates failed"
         ),
     ]
 

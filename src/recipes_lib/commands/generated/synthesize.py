@@ -40,7 +40,6 @@ from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import Judge
 from recipes_lib.files import replace_record
 from recipes_lib.processes import verify_one_process
-from recipes_lib.quantities import pluralize
 
 if TYPE_CHECKING:
     from recipes_lib.models.generation import Generator, Sampling
@@ -355,8 +354,7 @@ def _grade(
 
 def describe(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield a summary of written and removed rows and of tokens, line by line."""
-    kept = f"{pluralize(record['num_rows'], 'row')} and {pluralize(record['num_pairs'], 'pair')}"
-    yield f"{kept} of {pluralize(record['num_candidates'], 'candidate')}"
+    yield f"{record['num_rows']:,} rows and {record['num_pairs']:,} pairs of {record['num_candidates']:,} candidates"
     if record["num_candidates"] < record["num_asked"]:
         yield (
             f"stopped at a limit: {record['num_asked'] - record['num_candidates']:,} candidates are missing; the same "

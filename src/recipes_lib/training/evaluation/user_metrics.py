@@ -18,7 +18,6 @@ from recipes_lib.config.rules import METRICS
 from recipes_lib.config.values import read_constants
 from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, Problem, UserError
-from recipes_lib.quantities import pluralize
 
 _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
@@ -92,7 +91,7 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
         except UserError:
             raise
         except Exception as error:
-            found = f"{name} failed on {pluralize(len(scored), 'sample')}: {type(error).__name__}: {error}"
+            found = f"{name} failed on {len(scored)} samples: {type(error).__name__}: {error}"
             raise ConfigError(Problem(_KEY, found, "fix it; its arguments are lists of strings")) from error
         if not isinstance(result, dict) or not all(isinstance(value, Real) for value in result.values()):
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))

@@ -24,7 +24,6 @@ from recipes_lib.models.inference import (
     measure_rounding,
     preserve_training_state,
 )
-from recipes_lib.quantities import pluralize
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_full_tensor, get_local, reshard
 from recipes_lib.training.optim.optimizers import report_optimizer
@@ -173,7 +172,7 @@ class StartChecks(TrainerCallback):
         names = [name for name, is_trained in flags.items() if is_trained]
         if len(names) < len(flags) and not self._has_adapter:
             self._trainer.observer.progress.say(
-                f"frozen: {pluralize(len(flags) - len(names), 'tensor')} that text does not pass through, "
+                f"frozen: {len(flags) - len(names)} tensors that text does not pass through, "
                 "such as " + next(name for name in flags if not flags[name])
             )
         self._num_trained = len(names)
