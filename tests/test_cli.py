@@ -71,6 +71,8 @@ def test_help_lists_every_command(flag: str, recipes) -> None:
     for name, command in cli.COMMANDS.items():
         assert f"  {name} " in output
         assert command.summary in output
+    assert [line.strip() for line in output.splitlines() if line.startswith("  recipes ")] == [*cli.EXAMPLES]
+    assert "recipes COMMAND --help" in output
 
 
 def test_help_command_shows_help(recipes) -> None:
@@ -208,6 +210,11 @@ def test_recipe_and_file_may_be_written_without_their_flags(
     # Split like a shell: the path of a clone may contain characters that are quoted.
     script, *flags = shlex.split(capsys.readouterr().err.replace("=", " "))[-5:]
     assert (Path(script).name, flags) == (f"{recipe}.py", ["--config", "sft_long.yaml", "--learning_rate", "1e-5"])
+
+
+def test_misspelt_recipe_is_the_only_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "sfft", "a.yaml"]) == 2
+    assert capsys.readouterr().err == "--recipe: there is no recipe 'sfft'\n    did you mean `sft`?\n"
 
 
 @pytest.mark.parametrize("rest", [["--learning_rate", "1e-5", "a.yaml"], ["a.yaml", "b.yaml"], ["a.txt"]])

@@ -100,7 +100,7 @@ def test_problems_beyond_limit_are_counted():
     with pytest.raises(DataError) as caught:
         raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
     assert len(caught.value.problems) == 21
-    assert str(caught.value.problems[-1]).startswith("data: 6 more problems")
+    assert str(caught.value.problems[-1]).startswith("data: more problems: 6")
 
 
 class OutOfMemoryError(RuntimeError):

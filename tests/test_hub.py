@@ -10,10 +10,12 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.sources.hub_datasets import load_hub
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import UserError
+from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 MODEL = ModelConfig(model_name_or_path="nobody/nothing")
@@ -39,16 +41,19 @@ def unreachable(monkeypatch):
         lambda: load_tokenizer(MODEL, TokensConfig()),
         lambda: load_model_config(MODEL),
         lambda: load_hub("nobody/rows", None, None, "train", False),
+        lambda: load_tasks(EvalConfig(tasks=("arc_easy",))),
     ],
-    ids=["tokenizer", "configuration", "data"],
+    ids=["tokenizer", "configuration", "data", "benchmark"],
 )
 @pytest.mark.usefixtures("unreachable")
-def test_unreachable_hub_fails_without_retries(load):
-    with pytest.raises(UserError, match=r"nobody/(nothing|rows)") as caught:
+def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys):
+    with pytest.raises(UserError, match=r"nobody/(nothing|rows)|allenai/ai2_arc") as caught:
         load()
     (problem,) = caught.value.problems
     assert problem.remedy
     assert constants.HF_HUB_OFFLINE
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"{constants.ENDPOINT} does not answer (ConnectError): only cached models and data can be used"]
 
 
 def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):

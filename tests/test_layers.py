@@ -58,7 +58,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "quantities", "report", "training"},
-    "demo": {"errors", "files", "models", "pipelines", "report", "shipped"},
+    "demo": {"config", "errors", "files", "models", "pipelines", "report", "shipped"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
     # Commands may import every package.
     "boundary": {"config", "errors", "processes", "stopping"},

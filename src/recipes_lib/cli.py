@@ -132,7 +132,8 @@ def _describe_unknown(name: str) -> str:
 
 def _name_leading(arguments: Sequence[str]) -> list[str]:
     """Return arguments in which a leading recipe and a leading YAML file have the names of their flags."""
-    recipe = [f"--recipe={word}" for word in arguments[:1] if word in RECIPES]
+    # Any plain word, so that a misspelt recipe is reported as one.
+    recipe = [f"--recipe={word}" for word in arguments[:1] if word.isalpha()]
     rest = arguments[len(recipe) :]
     file = [f"--config={word}" for word in rest[:1] if word.endswith((".yaml", ".yml")) and word[0] != "-"]
     return [*recipe, *file, *rest[len(file) :]]

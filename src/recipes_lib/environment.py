@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +46,7 @@ def go_offline_unless_reachable(name: str) -> None:
     """Switch this process to offline mode if the Hub is unreachable, so that loading uses the cache without timeouts.
 
     Without a network, huggingface_hub retries every request six times over 22 seconds, and loading a model makes
-    several requests. If the Hub is reachable, these retries are kept.
+    several requests. If the Hub is reachable, these retries are kept. A switch is reported on standard error.
 
     Args:
         name: Hub id, or an existing path, for which no request is made.
@@ -62,5 +63,10 @@ def go_offline_unless_reachable(name: str) -> None:
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
-    except (http_error, OSError):
+    except (http_error, OSError) as error:
+        failure = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+        sys.stderr.write(f"{failure}: only cached models and data can be used\n")
         constants.HF_HUB_OFFLINE = True
+        # `datasets` copies the constant at import.
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True

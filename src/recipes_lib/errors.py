@@ -241,7 +241,7 @@ def raise_problems(problems: Sequence[Problem], name: str, kind: type[DataError]
         DataError: ``problems`` is not empty.
     """
     if len(problems) > MAX_PROBLEMS:
-        rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "fix these first, then run again")
+        rest = Problem(name, f"more problems: {len(problems) - MAX_PROBLEMS:,}", "fix these first, then run again")
         raise kind(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise kind(*problems)

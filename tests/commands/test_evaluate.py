@@ -119,7 +119,7 @@ def test_check_needs_no_weights(evaluated: Path, recipes) -> None:
     )
     assert "confirm_run_unsafe_code: true" in recipes("check", "--config", path, code=2)
     output = recipes("check", "--config", path, "--confirm_run_unsafe_code")
-    assert "local_choice: 36 questions, 1 examples" in output
+    assert "local_choice: 36 questions, 1 example\n" in output
     assert output.endswith("ready to evaluate\n")
 
 

@@ -66,7 +66,7 @@ def test_unknown_keys_beyond_limit_are_counted(problems_of) -> None:
     """A file of another program is not searched for similar names key by key, which took a second for 1,000 keys."""
     problems = problems_of("".join(f"key{number}: 1\n" for number in range(1000)))
     assert [problem.where for problem in problems] == [f"recipe.yaml:{line}" for line in range(5, 56)]
-    assert problems[-1].found == "950 more unknown keys"
+    assert problems[-1].found == "more unknown keys: 950"
     assert "docs/configs/sft.md" in problems[-1].remedy
 
 

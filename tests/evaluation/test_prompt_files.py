@@ -15,7 +15,7 @@ FIELDS = {"user": str, "scale": list}
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("user: [", "while parsing a flow node"),
+        ("user: [", "while parsing a flow node, expected the node content"),
         ("- a", "not a mapping"),
         ("", "not a mapping"),
         ("user: 2026-13-45", "is not plain YAML"),

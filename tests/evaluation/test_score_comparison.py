@@ -99,9 +99,13 @@ def test_differing_prompts_are_not_comparable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"task": 3}', "[]"])
 def test_folder_without_valid_samples_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(DataError, match=r"has no samples\.jsonl"):
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "of a run"}\n')
+    with pytest.raises(DataError, match=r"eval\.json: .*\n    name the output folders of `recipes eval`"):
         compare_folders([tmp_path, tmp_path])
     write(tmp_path / "a", [1.0])
+    (tmp_path / "a" / "samples.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has no samples\.jsonl"):
+        compare_folders([tmp_path / "a", tmp_path / "a"])
     (tmp_path / "a" / "samples.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"samples.jsonl:1.* is "):
         compare_folders([tmp_path / "a", tmp_path / "a"])

@@ -217,7 +217,7 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "p.yaml"),
-        ("stage: {}", "has no `stages`"),
+        ("stage: {}", "has no mapping `stages`"),
         ("stages: {a: {recipe: sft}, a: {recipe: sft}}", "p.yaml:1"),
         ("stages: {a: {recip: sft}}", "did you mean `recipe`"),
         ("stages: {a: {recipe: sfd}}", "did you mean sft"),
@@ -257,7 +257,7 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
             "stages: {a: {run: x}, b: {run: x, require: {a.accuracy: '> 1'}}}",
             'write it at a: require: {accuracy: "> 1"}',
         ),
-        ("stages: {}", "has no `stages`"),
+        ("stages: {}", "has no mapping `stages`"),
         ("stages: {a: {run: x, matrix: {seed: [1, 0, 1]}}}", "a.matrix.seed: has a value twice: 1, 0, 1"),
         ("stages: {a: {run: 'x ${b.output}'}, b: {run: 'x ${a.output}'}}", "move that one up, or remove the cycle"),
         ("stages: {a: {run: x, needs: [a]}}", "move that one up, or remove the cycle"),

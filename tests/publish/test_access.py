@@ -99,10 +99,13 @@ def test_rejected_token_is_reported(hub, status):
         find_target(KEYS)
 
 
-def test_transient_errors_are_retried_then_reported(hub, pauses):
+def test_transient_errors_are_retried_then_reported(hub, pauses, capsys):
     hub.faults["info"] = [Fault(503), Fault(429, {"Retry-After": "9"}), Fault(cut="before")]
     assert str(find_target(KEYS)).startswith("publishes to me/mine")
     assert pauses.ours == [2, 8, 30]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("; ")[-1] for line in lines] == [f"the next attempt is in {pause:g} s" for pause in pauses.ours]
+    assert all(line.startswith("the Hub did not answer (") for line in lines)
     hub.faults["whoami"] = [Fault(429)] * 9
     with pytest.raises(ConfigError, match="did not answer"):
         find_target(KEYS)

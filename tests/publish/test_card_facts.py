@@ -129,7 +129,7 @@ def test_limits_list_all_warnings():
         "bias",
         "held-out",
         "3% were cut",
-        "rolled back 1 times",
+        "rolled back 1 time,",
         "length",
         "The revision of owner/chats was not pinned",
         "not a recorded git commit",

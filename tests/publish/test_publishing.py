@@ -166,7 +166,7 @@ def test_hub_private_repo_accepts_yaml_booleans(recipes, hub, run, word, is_priv
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hub_private", "false"], "unrecognized arguments: --hub_private false"),
+        (["--hub_private", "false"], "--hub_private: is unknown\n    did you mean `--hub_private_repo`?"),
         (["--hub_private_repo", "perhaps"], "--hub_private_repo: 'perhaps' is neither true nor false"),
     ],
     ids=["abbreviated", "not a boolean"],

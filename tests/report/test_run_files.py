@@ -39,6 +39,7 @@ def test_invalid_lines_are_counted_and_skipped(tmp_path: Path, torn: str) -> Non
 
     assert [event["step"] for event in run.train] == [1, 2]
     assert run.num_torn_lines == 1
+    assert repr(run) == f"RunFiles(name={tmp_path.name!r}, path={tmp_path!r})"
 
 
 def test_repeated_step_after_resume_keeps_last_record(tmp_path: Path) -> None:

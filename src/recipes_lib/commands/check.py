@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.commands.evaluate import check as check_evaluation
 from recipes_lib.commands.generated.synthesize import check as check_synthesis
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             checked.
     """
     about = "Find every problem of a run on a CPU, before it starts."
-    parser = argparse.ArgumentParser(prog="recipes check", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes check", description=about)
     add_recipe_flags(parser)
     parser.add_argument("--hardware", help="launch file of the run: name in accelerate_configs/, or path")
     parser.add_argument("--num_processes", type=int, help="number of processes (default: of the launch file, or 1)")
@@ -64,7 +64,7 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
     inspection = INSPECTIONS[config.recipe](config, launch, console, launch_file)
     inspection.run()
     count = len(inspection.problems)
-    console.print(f"\n{pluralize(count, 'problem')}" if count else "\nready to train")
+    console.print(f"\n{pluralize(count, 'problem')}, marked with ✗" if count else "\nready to train")
     return inspection.problems
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import explain_write_errors
 
@@ -55,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="recipes classifier", description=_ABOUT, allow_abbrev=False)
+    parser = CommandParser(prog="recipes classifier", description=_ABOUT)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
-        command = commands.add_parser(name, help=text, description=_ABOUT, allow_abbrev=False)
+        command = commands.add_parser(name, help=text, description=_ABOUT)
         where = "folder to write" if name == "train" else "folder of recipes classifier train, or file of fastText"
         command.add_argument("classifier", type=Path, help=where)
         command.add_argument("texts", nargs="+", metavar="LABEL=DATA", help="file, folder or Hub id of a label's texts")

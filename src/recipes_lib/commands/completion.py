@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from recipes_lib.cli import COMMANDS
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 
 _BASH: Final = """\
@@ -37,12 +37,11 @@ SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH + _BASH, "fish": _FISH}
 
 def main(argv: Sequence[str]) -> None:
     """Run the command: print the script."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes completion",
         description="Print a shell script that completes commands, recipes, keys and files.",
         epilog='bash and zsh: eval "$(recipes completion bash)" in ~/.bashrc or ~/.zshrc; fish: recipes completion '
         "fish > ~/.config/fish/completions/recipes.fish",
-        allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SCRIPTS)
     shell = parser.parse_args(argv).shell

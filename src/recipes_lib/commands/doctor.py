@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import itertools
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.environment import find_version
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
 
@@ -55,7 +55,7 @@ class Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return ``EXIT_USER`` if something that every recipe needs is missing or broken."""
     about = "Report the capabilities of this machine, and how to install missing ones."
-    parser = argparse.ArgumentParser(prog="recipes doctor", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes doctor", description=about)
     parser.parse_args(arguments)
     findings = examine()
     sys.stdout.write("\n".join(map(str, findings)) + "\n")

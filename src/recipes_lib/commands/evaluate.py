@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -13,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
 from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
+from recipes_lib.quantities import pluralize
 
 _USAGE: Final = (
     "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n"
@@ -71,7 +72,8 @@ def check(argv: Sequence[str]) -> int:
     from recipes_lib.evaluation.suites import load_tasks
 
     for name, task in load_tasks(config)["tasks"].items():
-        sys.stdout.write(f"{name}: {len(task.eval_docs):,} questions, {task.get_config('num_fewshot')} examples\n")
+        examples = pluralize(task.get_config("num_fewshot"), "example")
+        sys.stdout.write(f"{name}: {pluralize(len(task.eval_docs), 'question')}, {examples}\n")
     sys.stdout.write(f"model: {json.dumps(describe_model(config))}\n\nready to evaluate\n")
     return EXIT_DONE
 
@@ -86,7 +88,7 @@ def watch(argv: Sequence[str]) -> int:
         ConfigError: The folder holds no run.
     """
     about = "Evaluate every checkpoint of a run while it trains elsewhere, until it ends."
-    parser = argparse.ArgumentParser(prog="recipes eval watch", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes eval watch", description=about)
     parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
     options, given = parser.parse_known_args(list(argv))
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
@@ -174,11 +176,10 @@ def compare(argv: Sequence[str]) -> None:
 
         judge_models(argv)
         return
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes eval compare",
         description="Score differences of models on the same questions, with confidence intervals.",
         epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
-        allow_abbrev=False,
     )
     text = "output folders of `recipes eval`; the first is the baseline"
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)

@@ -19,6 +19,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT, find_recipe_name
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import (
@@ -106,7 +107,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or the launch file is invalid, or they are incompatible; or a flag is wrong,
             missing or not supported for the cluster.
     """
-    parser = argparse.ArgumentParser(prog="recipes job", description=_ABOUT, allow_abbrev=False)
+    parser = CommandParser(prog="recipes job", description=_ABOUT)
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")

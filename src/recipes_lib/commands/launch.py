@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
@@ -142,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
             address of machine 0 is unknown. As ``verify_fp8``, except for a dry run.
     """
     about = "Start a recipe on one or several machines: print accelerate's command, and execute it."
-    parser = argparse.ArgumentParser(prog="recipes launch", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes launch", description=about)
     add_recipe_flags(parser)
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="on all machines together (default: one per GPU)")

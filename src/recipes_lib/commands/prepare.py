@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -40,7 +40,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         DataError: The data cannot be read or tokenised.
     """
     about = "Tokenise, mask and pack the data of a run, unless the prepared set exists."
-    parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes prepare", description=about)
     add_recipe_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
@@ -102,7 +102,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         DataError: As ``build_preview``.
     """
     about = "Show training rows token by token, with the loss mask."
-    parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes preview", description=about)
     add_recipe_flags(parser)
     parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
     parser.add_argument("--html", type=Path, metavar="OUT", help="also write them as an HTML page")
@@ -134,7 +134,7 @@ def report(argv: Sequence[str]) -> None:
         DataError: A folder holds no run.
     """
     about = "Write report.html of each run, index.html of a folder of runs or a pipeline, or a comparison of runs."
-    parser = argparse.ArgumentParser(prog="recipes report", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes report", description=about)
     parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
     parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
     text = "page of --compare, or a folder for it (default: compare.html)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 from recipes_lib.files import explain_write_errors, try_lock
 from recipes_lib.quantities import pluralize
@@ -29,11 +29,10 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: There is no such check, the machine has fewer GPUs than requested, or another process writes to the
             folder.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes prove",
         description="Compare results, throughput and memory of this machine with references, without a network. "
         "The same command resumes after an interruption.",
-        allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="no check starts after this time (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")

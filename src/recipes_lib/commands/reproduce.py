@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 from packaging.version import VERSION_PATTERN, Version
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.paths import REFERENCES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
@@ -195,15 +196,15 @@ def _fetch(repository: str, revision: str | None) -> Path:
     try:
         return Path(HfApi().hf_hub_download(repository, "run.json", revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        words = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            Problem(repository, f"its run.json cannot be fetched: {words}", "check name and login")
-        ) from error
+        is_away = isinstance(error, LocalEntryNotFoundError)
+        words = "the Hub is out of reach" if is_away else str(error).strip().partition("\n")[0]
+        found = f"its run.json cannot be fetched: {words}"
+        raise ConfigError(Problem(repository, found, "check name, network and login")) from error
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Restore configuration and package versions of a published run, and report differences."
-    parser = argparse.ArgumentParser(prog="recipes reproduce", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes reproduce", description=about)
     parser.add_argument("source", help="repository on the Hub, or output directory of a run")
     parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")

@@ -17,6 +17,7 @@ from typing import Any
 from recipes_lib.cli import COMMANDS
 from recipes_lib.commands.job import CLUSTERS, add_cloud_flags, add_machine_flags, submit_stages
 from recipes_lib.commands.planning.flags import add_flags, find_problems
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
-    parser = argparse.ArgumentParser(prog="recipes run", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes run", description=about)
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
     add_flags(parser, "run")
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import math
@@ -12,11 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import explain_write_errors, fsync, name_record, read_record, replace_record, try_lock
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ class PairCounts(Counts):
         """Return the counts in a line."""
         mean = self.score_sum / max(self.num_answers, 1)
         return (
-            f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; without a pair: {self.num_alike:,} with equal "
-            f"rewards or texts, {self.num_unfinished:,} with fewer than two complete answers; mean reward {mean:.4g}"
+            f"{pluralize(self.num_prompts, 'prompt')}, {pluralize(self.num_pairs, 'pair')}; without a pair: "
+            f"{self.num_alike:,} with equal rewards or texts, {self.num_unfinished:,} with fewer than two complete "
+            f"answers; mean reward {mean:.4g}"
         )
 
 
@@ -254,10 +256,9 @@ def main_pairs(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other pairs.
         DataError: The prompts cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes sample-pairs",
         description="Sample several answers to each prompt from a policy, and keep the best and the worst as a pair.",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the pairs, JSON Lines")
     parser.add_argument("--num_answers", type=int, default=4, help="answers per prompt (default: 4)")
@@ -372,8 +373,9 @@ class AnswerCounts(Counts):
     def describe(self) -> str:
         """Return the counts in a line."""
         return (
-            f"{self.num_rows:,} answers to {self.num_prompts:,} prompts, {self.num_reasoned:,} with reasoning; "
-            f"dropped: {self.num_unfinished:,} truncated, {self.num_empty:,} empty or invalid"
+            f"{pluralize(self.num_rows, 'answer')} to {pluralize(self.num_prompts, 'prompt')}, "
+            f"{self.num_reasoned:,} with reasoning; dropped: {self.num_unfinished:,} truncated, "
+            f"{self.num_empty:,} empty or invalid"
         )
 
 
@@ -384,10 +386,9 @@ def main_answers(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other answers.
         DataError: The prompts cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes distill-write",
         description="Sample answers to prompts from a teacher, and write them as rows to fine-tune a student on.",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
     text = "handling of <think> ... </think> (default: keep)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recipes_lib.commands.sampling import Counts, RowFile
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -73,13 +73,12 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other scores.
         DataError: The rows cannot be read.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes score",
         usage="recipes score MODEL --dataset_name D --output FILE [--key value ...]",
         description="Write every row of a dataset with its loss, target tokens and bits per byte under a model; "
         "preference pairs with those of both answers. The same command resumes after an interruption.",
         epilog="Further flags are keys of recipes/sft.py: dataset_name, dataset_train_split, loss_on, max_length, ...",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a model or an adapter")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines; FILE.html beside it")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from rich.console import Console
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import count_bytes, explain_write_errors, read_text, staging_folder
@@ -166,7 +167,7 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Train a byte-level BPE tokenizer on data in any layout, and measure its compression."
-    parser = argparse.ArgumentParser(prog="recipes tokenizer", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes tokenizer", description=about)
     if any(word.partition("=")[0] == "--dataset_name" for word in argv):  # As recipes name it.
         parser.add_argument("--dataset_name", dest="data", nargs="+")
     else:

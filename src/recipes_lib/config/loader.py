@@ -36,7 +36,7 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
@@ -140,7 +140,8 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
     named = config.stem.split("_")[0] if config else ""
     recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")
     if recipe not in recipes:
-        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(recipes)}"))
+        remedy = suggest(recipe, recipes, f"write one of {', '.join(recipes)}")
+        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", remedy))
     return recipe, rest
 
 
@@ -360,7 +361,7 @@ def _read_settings(
                 values[key] = adapt(key, value)
     if more := unknown[_MAX_EXPLAINED:]:
         remedy = f"is it a file for recipe {table.recipe}? see docs/configs/{table.recipe}.md"
-        problems.append(Problem(more[0].where, f"{len(more):,} more unknown keys", remedy))
+        problems.append(Problem(more[0].where, f"more unknown keys: {len(more):,}", remedy))
     return Settings(table, str(path or "command line, without --config"), meant | given, values)
 
 

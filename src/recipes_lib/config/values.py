@@ -162,7 +162,7 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         # UTF-16 text in ASCII, without a byte-order mark, decodes as UTF-8 with null characters.
         remedy = "delete it" if error.character else "delete it, or save the file as UTF-8 if it is UTF-16"
     except yaml.MarkedYAMLError as error:
-        found = " ".join(part for part in (error.context, error.problem) if part)
+        found = ", ".join(part for part in (error.context, error.problem) if part)
         marks = [mark for mark in (error.context_mark, error.problem_mark) if mark]
         line = marks[0 if found.endswith(_BEGINS_THERE) else -1].line
         remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")

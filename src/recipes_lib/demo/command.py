@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.shipped import RECIPES, find_shipped
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         "recipes: a tokenizer, pretraining, SFT, LoRA, reward model, DPO, PPO and distillation. Nothing is downloaded. "
         "The same command resumes an interrupted demo."
     )
-    parser = argparse.ArgumentParser(prog="recipes demo", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes demo", description=about)
     parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="folder of all outputs (default: ./demo)")
     options = parser.parse_args(argv)
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.

@@ -66,8 +66,10 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
     Raises:
         DataError: A folder contains no evaluation, or an invalid one.
     """
+    # First: a run, too, has a file of samples.
+    remedy = "name the output folders of `recipes eval`"
+    records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}, remedy=remedy) for folder in folders]
     base, *others = map(_read_scores, folders)
-    records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}) for folder in folders]
     labels = [record.get("model", {}).get("name") for record in records]
     if len({*labels, None}) <= len(labels):  # A name is missing, or two are equal.
         labels = [str(folder) for folder in folders]

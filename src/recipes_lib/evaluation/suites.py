@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, Problem, list_first
 
 OWN_TASKS: Final = Path(__file__).with_name("tasks")
@@ -55,6 +56,10 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     for name, num_fewshot in wanted.items():
         # One task at a time, so that a failure does not hide the problems of the others.
         try:
+            places = {str(settings.get("dataset_path")) for _, settings in _enumerate_settings(manager, name)}
+            for place in places:
+                if "/" in place:  # Others are formats of files, such as `json`.
+                    go_offline_unless_reachable(place)
             loaded = manager.load([name])
         except Exception as error:  # Any exception of a task file, of `datasets` or of the Hub.
             problems.append(_describe_failure(name, error))

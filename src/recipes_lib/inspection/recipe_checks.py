@@ -9,7 +9,7 @@ from typing import Any, Final
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.inspection.sections import Inspection, Report
-from recipes_lib.quantities import format_bytes
+from recipes_lib.quantities import format_bytes, pluralize
 
 _MAX_REFERENCES: Final = 1000
 """First prompts whose right answers are read."""
@@ -38,8 +38,8 @@ class SFTInspection(Inspection):
         self._data = load_training_data(self.config, self.tokenizer)
         audit = self._data.audit
         report(
-            f"{audit.num_rows:,} rows in {audit.num_packs:,} packs of {self._data.max_length:,} tokens, "
-            f"{audit.packing_efficiency(self._data.max_length):.0%} filled"
+            f"{pluralize(audit.num_rows, 'row')} in {pluralize(audit.num_packs, 'pack')} of "
+            f"{self._data.max_length:,} tokens, {audit.packing_efficiency(self._data.max_length):.0%} filled"
         )
         self.report_audit(report, "tokens a row")
         for caution in build_encoder(self.config, self.tokenizer).cautions:
@@ -49,7 +49,8 @@ class SFTInspection(Inspection):
         """Report steps and learning rates of the Trainer, and the size of a step."""
         num_rows = self.report_schedule(report, self._data.num_packs)
         targets = num_rows * self._data.audit.num_target_tokens / self._data.audit.num_packs
-        report(f"a step: {num_rows} rows of up to {self._data.max_length:,} tokens, {targets:,.0f} targets")
+        rows = f"{pluralize(num_rows, 'row')} of up to {self._data.max_length:,} tokens"
+        report(f"a step: {rows}, {targets:,.0f} targets")
 
 
 class PretrainInspection(Inspection):
@@ -97,12 +98,12 @@ class PretrainInspection(Inspection):
         self.num_steps = plan.num_steps
         first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))
         batch = f"{full:,} tokens" if first == full else f"{first:,} tokens at first, {full:,} in the end"
-        report(f"{plan.num_steps:,} steps of {batch}; {plan.num_tokens:,} tokens in all")
+        report(f"{pluralize(plan.num_steps, 'step')} of {batch}; {plan.num_tokens:,} tokens in all")
         report(f"{plan.num_tokens / max(1, self.num_parameters):,.1f} tokens per parameter (Chinchilla: 20)")
         peak = self.config.read("learning_rate")
         rates = [plan.schedule(step) * peak for step in list_quarters(plan.num_steps)]
         report(f"learning rate at 0, 25, 50, 75, 100 %: {', '.join(f'{rate:.2e}' for rate in rates)}")
-        report(f"{plan.schedule.num_warmup_steps:,} steps of warm-up")
+        report(f"{pluralize(plan.schedule.num_warmup_steps, 'step')} of warm-up")
 
 
 class DistillationInspection(SFTInspection):
@@ -168,10 +169,13 @@ class PairInspection(Inspection):
             return
         self._data = load_pair_data(self.config, self.tokenizer)
         audit = self._data.audit
-        report(f"{audit.num_pairs:,} pairs under {audit.num_prompts:,} prompts, {audit.num_tokens:,} tokens")
+        report(
+            f"{pluralize(audit.num_pairs, 'pair')} under {pluralize(audit.num_prompts, 'prompt')}, "
+            f"{audit.num_tokens:,} tokens"
+        )
         self.report_audit(report, "tokens of a prompt with its longer answer")
         if self._data.eval is not None:
-            report(f"held out: {len(self._data.eval):,} pairs")
+            report(f"held out: {pluralize(len(self._data.eval), 'pair')}")
 
     def check_agreement(self, report: Report) -> None:
         """Verify the common agreement, the reference's vocabulary, and that padding of a score head ends no answer."""
@@ -213,7 +217,7 @@ class PairInspection(Inspection):
         """Report steps and learning rates of the Trainer, and the size of a step."""
         num_pairs = self.report_schedule(report, self._data.audit.num_pairs)
         tokens = num_pairs * self._data.audit.num_tokens / self._data.audit.num_pairs
-        report(f"a step: {num_pairs} pairs, {tokens:,.0f} tokens with one copy of each prompt")
+        report(f"a step: {pluralize(num_pairs, 'pair')}, {tokens:,.0f} tokens with one copy of each prompt")
 
 
 class PPOInspection(Inspection):
@@ -231,13 +235,13 @@ class PPOInspection(Inspection):
         self._data = load_prompt_data(self.config, self.tokenizer)
         record = self._data.record
         report(
-            f"{record['num_prompts']:,} prompts of {record['prompt_tokens_mean']:,.0f} tokens on average, "
+            f"{pluralize(record['num_prompts'], 'prompt')} of {record['prompt_tokens_mean']:,.0f} tokens on average, "
             f"{record['prompt_tokens_max']:,} at most; answers of up to {self.config.rewards.response_length:,}"
         )
         if record["num_overlong"]:
             report(f"left out, too long: {record['num_overlong']:,}")
         if self._data.eval:
-            report(f"held out: {len(self._data.eval):,} prompts")
+            report(f"held out: {pluralize(len(self._data.eval), 'prompt')}")
 
     def read_ends(self) -> tuple[int | None, Sequence[int]]:
         """Return the length of the longest prompt with its longest answer, and the ids of tokens that end answers."""
@@ -354,9 +358,9 @@ class PPOInspection(Inspection):
         plan = compute_schedule(len(self._data.train), self.config, self.launch.world_size)
         self.num_steps, self.num_epochs = plan.num_steps, plan.num_epochs
         report(
-            f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "
-            f"{plan.steps_per_iteration:,} steps of {plan.answers_per_step:,} answers: {plan.num_steps:,} steps, every "
-            f"prompt answered {plan.num_epochs:.3g} times"
+            f"{pluralize(plan.num_iterations, 'iteration')} of {plan.answers_per_iteration:,} answers and "
+            f"{pluralize(plan.steps_per_iteration, 'step')} of {pluralize(plan.answers_per_step, 'answer')}: "
+            f"{pluralize(plan.num_steps, 'step')}, every prompt answered {plan.num_epochs:.3g} times"
         )
         self.report_rates(report, plan.num_warmup_steps)
 
@@ -377,7 +381,7 @@ class GroupInspection(PPOInspection):
         plan = compute_group_schedule(len(self._data.train), self.config, self.launch.world_size)
         self.num_steps, self.num_epochs, answers = plan.num_steps, plan.num_epochs, plan.answers_per_iteration
         report(
-            f"{answers:,} answers to {answers // plan.group:,} prompts at a time, "
+            f"{pluralize(answers, 'answer')} to {pluralize(answers // plan.group, 'prompt')} at a time, "
             f"{plan.answers_per_step:,} a step: {plan.num_steps:,} steps, {plan.num_epochs:.3g} epochs"
         )
         self.report_rates(report, plan.num_warmup_steps)

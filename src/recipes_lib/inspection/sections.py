@@ -379,7 +379,7 @@ class Inspection(ABC):
             *self.count_saved(), self.num_steps, self.config.training, keep_every=keep_every, num_epochs=self.num_epochs
         )
         report(
-            f"{plan.num_checkpoints} checkpoints of {format_bytes(plan.checkpoint_bytes)} and the model: "
+            f"{pluralize(plan.num_checkpoints, 'checkpoint')} of {format_bytes(plan.checkpoint_bytes)} and the model: "
             f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.free_bytes)} free"
         )
         verify_disk(plan, self.config.training["output_dir"])

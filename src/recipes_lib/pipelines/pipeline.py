@@ -118,7 +118,8 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     path = find_shipped(path)
     document = read_yaml(path)
     if not isinstance(document, Mapping) or not isinstance(document.get("stages"), Mapping) or not document["stages"]:
-        raise ConfigError(Problem(str(path), "has no `stages`", f"write {_KEYS['pipeline']['stages']['example']}"))
+        remedy = f"write {_KEYS['pipeline']['stages']['example']}; `recipes launch {path}` starts a recipe"
+        raise ConfigError(Problem(str(path), "has no mapping `stages`", remedy))
     reader = _Reader(path)
     reader.has_shape(str(path), document, "pipeline")
     text = output_dir or str(document.get("output_dir") or "runs")

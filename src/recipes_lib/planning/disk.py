@@ -13,7 +13,7 @@ import yaml
 
 from recipes_lib.config.schema import read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.quantities import format_bytes
+from recipes_lib.quantities import format_bytes, pluralize
 
 _OPTIMIZERS: Final[Mapping[str, float]] = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text("utf-8"))
 _DEFAULT_OPTIMIZER_BYTES = 8
@@ -82,8 +82,8 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
     """
     if plan.total_bytes > plan.free_bytes:
         found = (
-            f"{plan.num_checkpoints} checkpoints of {format_bytes(plan.checkpoint_bytes)} and the model need "
-            f"{format_bytes(plan.total_bytes)} and the disk has {format_bytes(plan.free_bytes)}"
+            f"{pluralize(plan.num_checkpoints, 'checkpoint')} of {format_bytes(plan.checkpoint_bytes)} and the model "
+            f"need {format_bytes(plan.total_bytes)} and the disk has {format_bytes(plan.free_bytes)}"
         )
         raise ConfigError(Problem(output_dir, found, "lower save_total_limit, or choose another output_dir"))
 

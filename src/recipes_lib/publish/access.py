@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ DEFAULT_BRANCH: Final = "main"
 # The base class of the Hub's error, because huggingface_hub has changed its HTTP library from httpx to httpx2.
 NO_ANSWER: type[Exception] = HfHubHTTPError.__bases__[0]
 """Connection errors and timeouts of huggingface_hub's HTTP library."""
-_SILENCE_SECONDS: Final = 30.0
+_SILENCE_SECONDS: Final = 10.0
 _PAUSES: Final = (2.0, 8.0, 30.0)
 """Seconds between attempts while the Hub is busy or broken."""
 _TRANSIENT: Final = (408, 409, 412, 423, 425, 429)
@@ -189,13 +190,17 @@ def _limit(seconds: float, request: Any) -> None:
 
 
 def retry(attempt: Callable[[], T]) -> T:
-    """Call ``attempt``, and again after each of ``_PAUSES`` if its failure is transient; return its result."""
+    """Call ``attempt``, and again after each of ``_PAUSES`` if its failure is transient; return its result.
+
+    Each failure is reported on standard error: together, attempts and pauses may take more than a minute.
+    """
     for pause in _PAUSES:
         try:
             return attempt()
         except Exception as error:
             if not is_transient(error):
                 raise
+            sys.stderr.write(f"the Hub did not answer ({describe(error)}); the next attempt is in {pause:g} s\n")
         time.sleep(pause)
     return attempt()
 

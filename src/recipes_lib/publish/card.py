@@ -18,6 +18,7 @@ from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
+from recipes_lib.quantities import pluralize
 from recipes_lib.report.run_files import Score, list_scores, read_run
 
 Record = Mapping[str, Any]
@@ -359,7 +360,7 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         if finding.get("severity") != "ok":
             yield f"Data: {finding['found']}."
     if record.get("rollbacks"):
-        yield f"Loss spikes were rolled back {len(record['rollbacks'])} times, skipping their rows."
+        yield f"Loss spikes were rolled back {pluralize(len(record['rollbacks']), 'time')}, skipping their rows."
     for gate in record.get("failed_gates") or ():
         yield f"A gate of its report failed: {gate}."
     for part in _list_parts(record["config"]):

@@ -19,6 +19,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from huggingface_hub.utils.sha import git_hash
 
 from recipes_lib import processes
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
@@ -391,7 +392,7 @@ def _log(line: str) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Push a model or checkpoints to the Hub; what is there already is skipped."
-    parser = argparse.ArgumentParser(prog="recipes publish", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes publish", description=about)
     parser.add_argument("folder", type=Path, help="output directory of a run, or the folder of a merged model")
     parser.add_argument("--hub_model_id", metavar="ID", help="repository (default: the run's, or the folder's name)")
     parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import is_inside, is_locked, read_record
 from recipes_lib.quantities import format_duration, pluralize
@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> None:
         DataError: The folder has no runs.
     """
     about = "List the runs below a folder, or the stages of a pipeline, and write index.html."
-    parser = argparse.ArgumentParser(prog="recipes runs", description=about)
+    parser = CommandParser(prog="recipes runs", description=about)
     parser.add_argument("folder", type=Path, nargs="?", help="default: `runs` if it exists, else the current folder")
     folder = parser.parse_args(argv).folder or Path("runs" if Path("runs").is_dir() else ".")
     if not folder.is_dir():

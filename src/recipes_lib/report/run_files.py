@@ -86,7 +86,7 @@ class EventTable(Sequence[Record]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Files of a run's output directory.
+    """Files of a run's output directory. Its ``repr``, which a notebook prints, has the directory only.
 
     Attributes:
         name: Name of the directory.
@@ -101,12 +101,12 @@ class RunFiles:
 
     name: str
     path: Path = Path()
-    facts: Record
-    train: Sequence[Record]
-    evaluations: Sequence[Record]
-    samples: Sequence[Record]
-    num_torn_lines: int
-    best: Record = field(default_factory=dict)
+    facts: Record = field(repr=False)
+    train: Sequence[Record] = field(repr=False)
+    evaluations: Sequence[Record] = field(repr=False)
+    samples: Sequence[Record] = field(repr=False)
+    num_torn_lines: int = field(repr=False)
+    best: Record = field(default_factory=dict, repr=False)
 
     @property
     def config(self) -> Record:

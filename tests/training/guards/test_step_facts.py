@@ -38,7 +38,7 @@ def test_faults_are_ordered_from_output_to_input():
     ("processes", "message"),
     [
         ([((), [1.0]), ((0,), [float("nan")])], "the loss of micro-batch 1 of rank 1 is nan"),
-        ([((), [1.0]), ((0, 2), [1.0])], "on rank 1 the gradient of 2.weight is not finite and of 1 more parameters"),
+        ([((), [1.0]), ((0, 2), [1.0])], "on rank 1 the gradient of 2.weight is not finite and of 1 more parameter"),
         ([((), [1.0])], "too large for float32"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
 from recipes_lib.commands.sampling import RowFile, TokenCounts
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
@@ -100,13 +101,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="recipes eval compare",
         usage="recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR",
         description="Win rates of models against the first one, by a reward model or by a model that is asked for a "
         "verdict in both orders. The same command resumes after an interruption.",
         epilog=_EPILOG,
-        allow_abbrev=False,
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="the first is the baseline")
     parser.add_argument("--judge", required=True, help="reward model, or URL#NAME of an endpoint")

@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.commands.clean import plan as plan_corpus
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
@@ -137,7 +138,7 @@ def find_problems(command: str, options: argparse.Namespace, recipe: str = "") -
 
 
 def _build_plan_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
+    parser = CommandParser(prog="recipes plan", description=_PLAN)
     add_recipe_flags(parser)
     # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
@@ -147,10 +148,10 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 
 
 def _build_scale_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
+    parser = CommandParser(prog="recipes scale", description=_SCALE)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in _SCALES.items():
-        command = commands.add_parser(name, help=about, allow_abbrev=False)
+        command = commands.add_parser(name, help=about)
         if name == "fit":
             text = "output directories of finished pretraining runs with a decayed learning rate"
             command.add_argument("runs", nargs="+", type=Path, help=text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import atomic_folder, staging_folder
 from recipes_lib.models.model_files import TEMPLATES
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: As ``export_checkpoint`` or ``export_gguf``, or a GGUF file is named without ``--gguf``.
     """
     about = "Convert a checkpoint, sharded or not, to a model folder that transformers loads, or to GGUF."
-    parser = argparse.ArgumentParser(prog="recipes export", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes export", description=about)
     parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run; with --gguf also of a model")
     parser.add_argument("output", type=Path, help="new or empty folder to write; or file.gguf")
     parser.add_argument("--gguf", metavar="TYPE", help="write a GGUF file of this type: f16, bf16, q8_0, ...")

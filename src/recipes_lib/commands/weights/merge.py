@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import atomic_folder, read_lines, read_record, read_text
@@ -97,7 +98,7 @@ def refuse_another_model(record: Mapping[str, Any]) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Merge an adapter into its base model, and verify that the predictions agree."
-    parser = argparse.ArgumentParser(prog="recipes merge", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes merge", description=about)
     parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="output directory of its run")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
     parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.files import atomic_folder
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     about = "Initialise a student from some layers of its teacher, with its embeddings and output head."
-    parser = argparse.ArgumentParser(prog="recipes student", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes student", description=about)
     parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the teacher")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
     which = parser.add_mutually_exclusive_group(required=True)

@@ -107,10 +107,7 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
     go_offline_unless_reachable(name)
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
-    from huggingface_hub import constants
 
-    # `datasets` copies the constant at import, which may have been before `go_offline_unless_reachable`.
-    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
     try:
         builder = datasets.load_dataset_builder(name, config, revision=revision)
         # Offline, `datasets` substitutes a builder of its cache, which ignores the requested revision.

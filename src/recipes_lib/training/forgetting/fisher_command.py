@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import ForgettingConfig, ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
         DataError: The data cannot be read, or have no targets.
     """
     about = "Diagonal Fisher information of a trained model on its own data, for `ewc_lambda`."
-    parser = argparse.ArgumentParser(prog="recipes fisher", description=about, allow_abbrev=False)
+    parser = CommandParser(prog="recipes fisher", description=about)
     add_recipe_flags(parser)
     parser.add_argument("--num_documents", type=int, default=1000, help="documents to look at (default: %(default)s)")
     parser.add_argument(

@@ -18,6 +18,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.files import spell_numbers
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.collectives import gather_objects, get_rank
 from recipes_lib.training.layouts.fsdp import get_local
 from recipes_lib.training.monitoring.callbacks import Observer
@@ -96,7 +97,7 @@ def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
     for rank, found in enumerate(faults):
         names = list(found["non_finite_gradients"])
         if names:
-            more = f" and of {len(names) - 1} more parameters" if len(names) > 1 else ""
+            more = f" and of {pluralize(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
             return f"on rank {rank} the gradient of {names[0]} is not finite{more}, though every loss is"
     return "the norm of the gradient is not finite, though every gradient and loss is: it is too large for float32"
 

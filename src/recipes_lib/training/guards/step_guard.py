@@ -17,6 +17,7 @@ from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.replay_check import (
@@ -279,7 +280,7 @@ class StepGuard(TrainerCallback):
         is_saved = self._trainer.args.save_strategy != SaveStrategy.NO
         if self._keys.max_rollbacks and is_saved:
             if len(self.rollbacks.made) >= self._keys.max_rollbacks:
-                why = f"{spike}, after {len(self.rollbacks.made)} rollbacks (max_rollbacks)"
+                why = f"{spike}, after {pluralize(len(self.rollbacks.made), 'rollback')} (max_rollbacks)"
                 self._stop(loss, grad_norm, why)
             # The newest checkpoint before the spike may still be in the writer thread.
             self._trainer.finish_saving()
