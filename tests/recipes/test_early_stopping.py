@@ -11,9 +11,9 @@ from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_rows
 
-# At this learning rate no fp32 weight changes, so no evaluation is better than the first.
+# At this learning rate only fp32 weights near 0 change, and no loss, so no evaluation is better than the first.
 CONSTANT = {
-    "learning_rate": 1e-30,
+    "learning_rate": 1e-12,
     "eval_steps": 2,
     "save_steps": 2,
     "early_stopping_patience": 2,
