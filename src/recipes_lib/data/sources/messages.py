@@ -68,6 +68,13 @@ OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 """A list of texts in JSON, as the prompts of Chatbot Arena's 55k battles."""
 
+REASONING: Final = (
+    *("thinking", "thought", "thoughts", "reasoning", "reasoning_trace", "model_reasoning"),
+    *("cot", "complex_cot", "chain_of_thought"),
+)
+"""Columns that may have the reasoning of the answer beside them; ``reasoning`` may also be a switch, such as ``on``."""
+_MAX_SWITCH_WORDS: Final = 3
+
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
 _NULLABLE: Final = ("default", "const")
@@ -288,21 +295,48 @@ def check_asked(messages: Iterable[Message]) -> None:
         raise RowError("the question is empty, or `-` in place of one", remedy)
 
 
-def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
+def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
+    """Return the ``reasoning_content`` of an answer from its column, if the row has one.
 
     Raises:
-        RowError: The row has a column of media, and one of its canonical ``fields`` has a placeholder for one.
+        RowError: It is not a string; or a column of another name may be the reasoning, without which the model would
+            learn to answer at once.
+    """
+    if thought := raw.get("reasoning_content"):
+        return {"reasoning_content": check_text(thought, "`reasoning_content`")}
+    for column in raw if "</think>" not in str(answer) else ():
+        if column.lower() in REASONING and len(str(raw[column]).split()) > _MAX_SWITCH_WORDS:
+            keeping, dropping = f"{{reasoning_content: {column}}}", f"{{{column}: null}}"
+            remedy = f"write `dataset_columns: {keeping}` to train on it, or `{dropping}` to train without it"
+            raise RowError(f"`{column}` may be the reasoning of the answer", remedy)
+    return {}
+
+
+def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any], *, has_answer: bool = False) -> None:
+    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
+
+    Args:
+        raw: The row.
+        fields: Its canonical fields.
+        has_answer: Whether it is trained on. Its answer may then be about the image, even without a placeholder, unless
+            the row is a chat or a text.
+
+    Raises:
+        RowError: The row has a column of media, and one of ``fields`` has a placeholder, or the answer may be about it.
     """
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
-    if column and any(mark in str(fields) for mark in _MEDIA_MARKS):
-        found = f"the text refers to `{column}`, and only text is trained on"
+    is_marked = any(mark in str(fields) for mark in _MEDIA_MARKS)
+    if column and (is_marked or (has_answer and not raw.keys() & {*_CHATS, "text"})):
+        found = f"the text {'refers to' if is_marked else 'may be about'} `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _clean_message(written: object, place: str) -> Message:
     if not isinstance(written, Mapping):
-        raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
+        remedy = "write it as {role: ..., content: ...}"
+        if isinstance(written, int):  # Token ids in P3 and FLAN.
+            remedy = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
+        raise RowError(f"{place} is {describe(written)}, not an object", remedy)
     message: Mapping[str, Any] = written
     content, written_role = message.get("content"), message.get("role")
     # Fast path for most turns: nothing to convert, and no copy.
