@@ -355,10 +355,11 @@ class SpanFinder:
         return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
 
     @cached_property
-    def _call_end(self) -> str:
-        """The token that ends a turn with calls, where the template writes it into the turn of the answering tool.
+    def _call_ends(self) -> tuple[str, str]:
+        """The token that the template adds to a last turn with calls, and that which opens the answer of the tool.
 
-        Gemma 4 stops on the token that opens the answer, and its template ends a chat whose last turn is a call in it.
+        Gemma 4 and GLM stop on the token that opens the answer. Gemma 4's template adds it to a chat that ends with a
+        call; GLM's leaves that turn open.
         """
         call = {"type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
         question, result = ({"role": role, "content": ""} for role in ("user", "tool"))
@@ -366,10 +367,11 @@ class SpanFinder:
         try:
             asked, answered = (self._render(Row(where="", messages=messages[:count])) for count in (2, 3))
         except TemplateError:  # As in `_ends`.
-            return ""
+            return "", ""
         end = next((turn.end for turn in answered.turns if turn.message == 1), len(answered.text))
         token = asked.text.removeprefix(answered.text[:end])
-        return token if self._special.fullmatch(token) else ""
+        opening = self._special.match(answered.text, end)
+        return token if self._special.fullmatch(token) else "", opening[0] if opening else ""
 
     def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
@@ -432,8 +434,8 @@ class SpanFinder:
             if is_eos and self._terminated(text, end, len(text)):
                 end = len(text)
             text, end = self._terminate(row, text, Span(message, start, end))
-            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):
-                end += len(self._call_end)
+            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_ends[0], end):
+                end += len(self._call_ends[0])
             spans.append(Span(message, start, end))
         return Targets(text, spans, remarks)
 
@@ -456,7 +458,9 @@ class SpanFinder:
             return text, terminated
         if self._eos_token is not None:
             if end == len(text):
-                return text + self._eos_token, end + len(self._eos_token)
+                is_call = bool(_list_messages(row)[message].get("tool_calls"))
+                token = (is_call and self._call_ends[1]) or self._eos_token
+                return text + token, end + len(token)
             # Some models stop on the token that opens the next turn.
             if opening := self._special.match(text, end):
                 return text, opening.end()
