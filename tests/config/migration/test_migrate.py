@@ -420,6 +420,7 @@ def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: s
         ("sft", "lr_scheduler_type: linear", {"warmup_steps"}),
         ("dpo", "warmup_ratio: 0.1", {"lr_scheduler_type", "num_train_epochs"}),
         ("dpo", "warmup_ratio: 0.1\nmax_steps: 10", {"lr_scheduler_type"}),
+        ("sft", "lr_scheduler_type: constant", set()),
         ("sft", "lr_scheduler: linear\nwarmup_steps: 0", set()),
     ],
 )

@@ -29,7 +29,7 @@ from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, pla
 from recipes_lib.errors import ConfigError, Problem
 
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
-_PACE = {"learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "adam_beta2"}
+_PACE = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "adam_beta2")
 """Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
     *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
@@ -137,7 +137,7 @@ class _Rewriter:
     def __init__(self, table: KeyTable, text: str, entries: Sequence[Entry], path: Path) -> None:
         self.table, self.entries, self.path, self.lines = table, entries, path, text.splitlines()
         self.values = {entry.key: plain_value(entry.node) for entry in entries}
-        self.taken, self.added = {*self.values}, dict[str, Any]()
+        self.taken, self.added, self.overruled = {*self.values}, dict[str, Any](), set[str]()
         self.changes, self.edits = list[Change](), dict[int, tuple[int, list[str]]]()
 
     def drop_ignored(self) -> None:
@@ -172,6 +172,7 @@ class _Rewriter:
             is_invalid = decision.decider == "max_steps" and not isinstance(decider, int | float)
             if decider is None or is_invalid or not decision.applies(settings):
                 continue
+            self.overruled |= {decision.key}
             for entry in self.entries:
                 has_no_effect = names[entry.key] == decision.key and self.values[entry.key] != decision.becomes
                 if has_no_effect and _position(entry)[0] not in self.edits:
@@ -196,9 +197,12 @@ class _Rewriter:
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
         elif (new := read_synonyms().get(key)) and self._takes(new, entry):
-            self._rewrite_synonym(entry, new)
+            self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
+            self.taken |= {new}
         elif value is None or (value == 0 and new == "test_split_size"):
-            self._replace(entry, {}, f"deleted `{key}: {value}`, which sets nothing")
+            clips_nothing = new == "max_grad_norm" and new not in self.taken
+            what = "became `max_grad_norm: 0`" if clips_nothing else "sets nothing, and was deleted"
+            self._replace(entry, {"max_grad_norm": 0} if clips_nothing else {}, f"`{key}: {value}` {what}")
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
@@ -215,11 +219,9 @@ class _Rewriter:
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
-        decided = self.taken | ({"num_train_epochs"} if "max_steps" in self.taken else set())
-        absent = [key for key in self.table.keys.values() if key.reason and key.name in _PACE - decided]
-        if absent:
-            found = ", ".join(f"`{key.name}` ({key.default}, {key.upstream_default})" for key in absent)
-            what = f"the file has no {found}: in parentheses are the defaults, here and upstream"
+        left_out = [self.table.keys[name] for name in _PACE if name not in self.taken | self.overruled]
+        if absent := [f"`{key.name}` ({key.default}, {key.upstream_default})" for key in left_out if key.reason]:
+            what = f"the file has no {', '.join(absent)}: in parentheses are the defaults, here and upstream"
             self.changes.append(Change(0, what, by_hand=True))
 
     def remark_on_meaning(self) -> None:
@@ -246,7 +248,7 @@ class _Rewriter:
 
     def _rewrite_value(self, entry: Entry, value: Any) -> None:
         key = entry.key
-        successor = _find_successor(key, value)
+        successor = read_renames().values.get((key, "null" if value is None else str(value)))
         # TRL's `disable_dropout` (on by default) sets every dropout of the model to 0, including the adapter's.
         is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
@@ -267,21 +269,11 @@ class _Rewriter:
             if functions != value:
                 self._replace(entry, {key: functions}, f"`{key}` became {functions}")
 
-    def _rewrite_synonym(self, entry: Entry, new: str) -> None:
-        key, value = entry.key, self.values[entry.key]
-        if successor := _find_successor(new, value):
-            self._replace(entry, {new: yaml.safe_load(successor)}, f"`{key}: {value}` became `{new}: {successor}`")
-        else:
-            self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
-        self.taken |= {new}
-
     def _takes(self, key: str, entry: Entry) -> bool:
         """Return whether ``key`` is not set yet, in the file by one synonym only, and accepts its value."""
         rivals = [name for name, value in self.values.items() if value is not None and read_synonyms().get(name) == key]
         if key not in self.table.keys or key in self.taken or rivals not in ([], [entry.key]):
             return False
-        if _find_successor(key, self.values[entry.key]):
-            return True
         schema = self.table.keys[key].schema
         # Texts often have other values elsewhere, such as names of templates and datasets.
         if {"string", "array", "object"} & {*schema["type"]} and key not in _SAME_TEXTS:
@@ -366,11 +358,6 @@ class _Rewriter:
 
 def _dump(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)
-
-
-def _find_successor(key: str, value: Any) -> str | None:
-    """Return the text of the value that replaces a removed one."""
-    return read_renames().values.get((key, "null" if value is None else str(value)))
 
 
 def _name_reward(name: Any) -> Any:

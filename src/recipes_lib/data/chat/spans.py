@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -544,10 +543,9 @@ class SpanFinder:
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that the spans of every trained message contain its content and its tool calls, and one end."""
-        spans_of = _group(targets.spans)
         for index in sorted(trained):
             message = _list_messages(row)[index]
-            turn = "".join([targets.text[span.start : span.end] for span in spans_of[index]])
+            turn = "".join([targets.text[start:end] for owner, start, end in targets.spans if owner == index])
             texts = find_texts(message)
             if any(end in turn[:-1] for end in self._ends):  # Without the last character, as every turn ends with one.
                 written = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
@@ -570,14 +568,6 @@ class SpanFinder:
         if len(text) < self._longest:  # A short text could match inside the name of a special token.
             turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
         return text in turn
-
-
-def _group(spans: Iterable[Span]) -> Mapping[int, Sequence[Span]]:
-    """Return the spans of each message; none for other messages."""
-    grouped: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        grouped[span.message].append(span)
-    return grouped
 
 
 def _remark_opening(row: Row, message: int, follows_prompt: bool) -> list[Remark]:

@@ -153,7 +153,7 @@ def open_entry(entry: Mapping[str, Any], **defaults: Any) -> Source:
 def _check_columns(columns: Mapping[str, Any]) -> None:
     problems = []
     for name, column in columns.items():
-        if name not in COLUMNS and name.lower() not in REASONING:
+        if name not in COLUMNS and not REASONING.fullmatch(name):
             remedy = suggest(name, COLUMNS, f"name one of {', '.join(sorted(COLUMNS))}")
             problems.append(Problem("dataset_columns", f"no layout has a column `{name}`", remedy))
         if column is not None and not isinstance(column, str):

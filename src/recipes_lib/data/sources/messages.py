@@ -68,12 +68,8 @@ OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 """A list of texts in JSON, as the prompts of Chatbot Arena's 55k battles."""
 
-REASONING: Final = (
-    *("thinking", "thought", "thoughts", "reasoning", "reasoning_trace", "model_reasoning"),
-    *("cot", "complex_cot", "chain_of_thought"),
-)
-"""Columns that may have the reasoning of the answer beside them; ``reasoning`` may also be a switch, such as ``on``."""
-_MAX_SWITCH_WORDS: Final = 3
+REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?|(complex_)?cot|chain_of_thought", re.I)
+"""Columns that may have the reasoning of the answer beside them."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
@@ -304,10 +300,9 @@ def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
     """
     if thought := raw.get("reasoning_content"):
         return {"reasoning_content": check_text(thought, "`reasoning_content`")}
-    for column in raw if "</think>" not in str(answer) else ():
-        if column.lower() in REASONING and len(str(raw[column]).split()) > _MAX_SWITCH_WORDS:
-            keeping, dropping = f"{{reasoning_content: {column}}}", f"{{{column}: null}}"
-            remedy = f"write `dataset_columns: {keeping}` to train on it, or `{dropping}` to train without it"
+    for column in filter(REASONING.fullmatch, () if "</think>" in str(answer) else raw):
+        if len(str(raw[column]).split()) > 3:  # Not a switch, such as `on`.
+            remedy = f"write `dataset_columns: {{reasoning_content: {column}}}` to train on it, or `{{{column}: null}}`"
             raise RowError(f"`{column}` may be the reasoning of the answer", remedy)
     return {}
 
