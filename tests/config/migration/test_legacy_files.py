@@ -33,6 +33,15 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
             {"dataset_mixture": [{"name": "a/b", "weight": 0.75}, {"name": "c/d", "weight": 0.25, "split": "train"}]},
         ),
         ({"datasets": [{"path": "a/b", "fraction": 0.3, "name": None}]}, {"dataset_name": "a/b"}),
+        (
+            {
+                "datasets": [
+                    {"path": "a/b", "type": "chat_template", "field_messages": "conversations", "split": "train[:1%]"}
+                    | {"message_property_mappings": {"role": "from", "content": "value"}}
+                ]
+            },
+            {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"},
+        ),
         ({"datasets": [{"path": "a/b", "type": "completion"}]}, {"dataset_name": "a/b", "dataset_format": "text"}),
         (
             {"datasets": [{"path": "a/b", "type": "completion"}, {"path": "c/d", "type": "chat_template"}]},
@@ -79,6 +88,7 @@ def test_numbers_of_rows_are_not_passes(mixer: object) -> None:
     [
         {"datasets": [{"path": "json", "data_files": "x.json"}]},
         {"datasets": "a/b"},
+        {"datasets": [{"path": "a/b", "field_messages": "dialogue"}]},
         {"dataset_mixture": {"seed": 1}},
         {"dataset_mixer": ["a/b"]},
         {"dataset_mixer": {}},

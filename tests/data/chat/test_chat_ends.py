@@ -89,3 +89,10 @@ def test_open_turn_with_a_call_ends_in_the_token_that_opens_the_answer_of_its_to
     encoder = RowEncoder(tokenizer, eos_token="<|user|>")
     (row,) = encoder.encode([chat(user("sky?"), answer("", tool_calls=[CALL]), *rest)])
     assert spans(tokenizer, row) == ["<call>sky</call><|tool|>", *["It is blue.<|user|>" for _ in rest[1:]]]
+
+
+def test_call_ends_in_eos_token_under_a_template_that_refuses_answers_of_tools() -> None:
+    template = OPEN.replace("<|{{", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<|{{")
+    tokenizer = build_byte_level(template, extra=("<|user|>", "<|assistant|>"))
+    (row,) = RowEncoder(tokenizer, eos_token="<|user|>").encode([chat(user("sky?"), answer("", tool_calls=[CALL]))])
+    assert spans(tokenizer, row) == ["<call>sky</call><|user|>"]

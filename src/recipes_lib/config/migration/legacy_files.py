@@ -43,8 +43,9 @@ _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
-# `type` is axolotl's layout of the rows, which is detected here.
+# `type` and `message_property_mappings` are axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
+_ENTRY_KEYS |= {"field_messages", "message_property_mappings"}
 _SUBCOMMANDS: Final = ("trl", "swift", "megatron")
 """Programs whose first argument is the method; ``megatron`` is that of ms-swift."""
 _COMMAND: Final = re.compile(
@@ -165,7 +166,10 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
+        isinstance(item, Mapping)
+        and item.keys() <= _ENTRY_KEYS
+        and not isinstance(item.get("type"), Mapping)
+        and item.get("field_messages", "messages") in ("messages", "conversations", "conversation")
         for item in legacy
     ):
         return None, ""

@@ -457,8 +457,7 @@ class SpanFinder:
             return text, terminated
         if self._eos_token is not None:
             if end == len(text):
-                is_call = bool(_list_messages(row)[message].get("tool_calls"))
-                token = (is_call and self._call_ends[1]) or self._eos_token
+                token = (_list_messages(row)[message].get("tool_calls") and self._call_ends[1]) or self._eos_token
                 return text + token, end + len(token)
             # Some models stop on the token that opens the next turn.
             if opening := self._special.match(text, end):

@@ -301,8 +301,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
     if raw.get("tools") and is_list:
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
-        beside = read_reasoning(raw, value)
-        answers = [{"role": "assistant", "content": check_answer(value, f"`{answer}`"), **beside}]
+        answers = [{"role": "assistant", "content": check_answer(value, f"`{answer}`"), **read_reasoning(raw, value)}]
     return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 

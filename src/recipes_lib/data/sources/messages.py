@@ -73,6 +73,9 @@ REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
+_NO_TOKEN_IDS: Final = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
+"""Remedy for token ids, as in P3 and FLAN."""
+
 _NULLABLE: Final = ("default", "const")
 """Keywords of a JSON schema whose value may be null."""
 
@@ -97,7 +100,6 @@ class RowError(Exception):
     """
 
     def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(found)
         self.found = found
         self.remedy = remedy
 
@@ -328,9 +330,7 @@ def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any], *, has_answe
 
 def _clean_message(written: object, place: str) -> Message:
     if not isinstance(written, Mapping):
-        remedy = "write it as {role: ..., content: ...}"
-        if isinstance(written, int):  # Token ids in P3 and FLAN.
-            remedy = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
+        remedy = _NO_TOKEN_IDS if isinstance(written, int) else "write it as {role: ..., content: ...}"
         raise RowError(f"{place} is {describe(written)}, not an object", remedy)
     message: Mapping[str, Any] = written
     content, written_role = message.get("content"), message.get("role")
