@@ -45,7 +45,7 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     ),
     "Nemotron, switch": (
         "question_answer",
-        {"input": "What is 2 + 2?", "output": "4", "reasoning": "on"},
+        {"input": "What is 2 + 2?", "output": "4", "reasoning": "detailed thinking on"},
         CHAT,
     ),
     "reasoning twice": (
@@ -446,7 +446,7 @@ def test_other_spelling_of_an_optional_column_is_described() -> None:
             r"`dataset_columns: {reasoning_content: Complex_CoT}` to train on it, or `{Complex_CoT: null}`",
         ),
         (
-            {"problem": "2 + 2?", "thinking": "Two and two are four.", "solution": "4"},
+            {"problem": "2 + 2?", "thinking": "It is a sum.", "solution": "4"},
             "{reasoning_content: thinking}",
         ),
         ({"instruction": "2 + 2?", "cot": "Two and two are four.", "output": "4"}, "{reasoning_content: cot}"),
