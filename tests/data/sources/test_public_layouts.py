@@ -48,6 +48,12 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"input": "What is 2 + 2?", "output": "4", "reasoning": "detailed thinking on"},
         CHAT,
     ),
+    "VQA, text only": ("question_answer", {"image": None, "question": "What is 2 + 2?", "answer": "4"}, CHAT),
+    "RLAIF-V, text only": (
+        "preference",
+        {"images": [], "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        PAIR,
+    ),
     "reasoning twice": (
         "question_answer",
         {"input": "What is 2 + 2?", "output": "<think>It is even.</think>4", "thinking": "It is even, I think."},
