@@ -109,6 +109,19 @@ def test_body_that_cannot_be_decompressed_is_counted(tmp_path, encoding):
     assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
 
 
+def test_record_at_the_end_of_a_truncated_file_is_named_so(tmp_path):
+    path = tmp_path / "a.warc"
+    write_warc(path, [("response", b"<p>one</p>"), ("response", b"<p>" + b"two " * 99)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    documents, ledger, _ = read({"name": str(path)})
+    assert [document.text for document in documents] == ["<p>one</p>"]
+    num_bytes = len(whole[whole.rindex(b"HTTP/1.0") :].rstrip(b"\r\n"))
+    # Two line ends follow a record.
+    found = f"the file ends after {num_bytes - 50 + 4} of its {num_bytes} bytes"
+    assert ledger.notes == [f"a/a.warc:2: not a whole WARC record: {found}"]
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
 def test_size_of_a_decompressed_body_is_limited(tmp_path, monkeypatch, encoding):
     monkeypatch.setattr("recipes_lib.corpus.web_archive.MAX_PAGE_BYTES", 1000)

@@ -254,6 +254,14 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"},
         "several layouts",
     ),
+    "several answers as strings": (
+        {"prompt": "What?", "chosen": ["a", "b"], "rejected": ["c", "d"]},
+        "chosen[0] is a string, not an object",
+    ),
+    "turns as texts of JSON": (
+        {"messages": ['{"role": "user", "content": "What?"}', '{"role": "assistant", "content": "a"}']},
+        "messages[0] is a string, not an object",
+    ),
     "pair about an image": (
         {"prompt": "<image> What is it?", "chosen": "a", "rejected": "b", "image": {"path": "a.png"}},
         "the text refers to `image`",

@@ -159,6 +159,8 @@ def _measure(data: bytearray, fill: Callable[[int], bool]) -> tuple[int, str]:
         return after, f"its length is {int(length[1]):,}, too long for a page"
     end = header.end() + int(length[1])
     is_whole = fill(end)
+    if not is_whole and data.find(b"\n" + _RECORD, after) < 0:
+        return after, f"the file ends after {len(data) - header.end():,} of its {int(length[1]):,} bytes"
     fill(end + _MAX_BLANK_BYTES)
     following = data[end : end + _MAX_BLANK_BYTES]
     is_next = _RECORD.startswith(following.lstrip(b"\r\n")[: len(_RECORD)])

@@ -35,6 +35,20 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
         ({"datasets": [{"path": "a/b", "fraction": 0.3, "name": None}]}, {"dataset_name": "a/b"}),
         (
             {
+                "datasets": [
+                    {"path": "a/b", "type": "chat_template", "field_messages": "conversations", "split": "train[:1%]"}
+                    | {"message_property_mappings": {"role": "from", "content": "value"}}
+                ]
+            },
+            {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"},
+        ),
+        ({"datasets": [{"path": "a/b", "type": "completion"}]}, {"dataset_name": "a/b", "dataset_format": "text"}),
+        (
+            {"datasets": [{"path": "a/b", "type": "completion"}, {"path": "c/d", "type": "chat_template"}]},
+            {"dataset_mixture": [{"name": "a/b", "format": "text"}, {"name": "c/d"}]},
+        ),
+        (
+            {
                 "dataset_mixture": {
                     "datasets": [{"id": "a/b", "columns": ["messages"], "weight": 1.0}],
                     "test_split_size": 0.1,
@@ -55,11 +69,26 @@ def test_mixture_without_held_out_split_has_remark() -> None:
     assert convert_datasets({"dataset_mixer": {"a/b": 1.0}})[1] == ""
 
 
+@pytest.mark.parametrize(("kind", "has_remark"), [("alpaca", True), ("alpaca:chat", True), ("chat_template", False)])
+def test_prompt_of_axolotl_has_remark(kind: str, has_remark: bool) -> None:
+    _, remark = convert_datasets({"datasets": [{"path": "a/b", "type": kind}]})
+    assert ("turns of the chat template" in remark) is has_remark
+
+
+@pytest.mark.parametrize("mixer", [{"a/b": 9500}, {"a/b": 2.5, "c/d": 1.0}, ["a/b", 10, "c/d", 1.0], {"a/b": "1000"}])
+def test_numbers_of_rows_are_not_passes(mixer: object) -> None:
+    """In open-instruct, a number above 1 beside a set counts rows: as ``repeat``, it would be thousands of epochs."""
+    new, remark = convert_datasets({"dataset_mixer": mixer})
+    assert new is None
+    assert "counts rows" in remark
+
+
 @pytest.mark.parametrize(
     "legacy",
     [
         {"datasets": [{"path": "json", "data_files": "x.json"}]},
         {"datasets": "a/b"},
+        {"datasets": [{"path": "a/b", "field_messages": "dialogue"}]},
         {"dataset_mixture": {"seed": 1}},
         {"dataset_mixer": ["a/b"]},
         {"dataset_mixer": {}},

@@ -35,6 +35,11 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
         ("ppo", {"num_mini_batches", "overlong"}, ["`gradient_accumulation_steps`"]),
         ("rloo", {"num_mini_batches", "overlong"}, []),
+        # axolotl masks prompts and drops long examples, LLaMA-Factory masks prompts and truncates.
+        ("lora", {"base_model", "sequence_len", "max_length", "packing"}, ["`overlong: drop`"]),
+        ("sft", {"finetuning_type", "lora_rank", "lora_alpha", "max_length", "packing"}, ["`overlong: truncate`"]),
+        ("sft", {"loss_on", "packing", "optimizer._component_"}, ["`lr_scheduler_type: constant`"]),
+        ("sft", {"loss_on", "packing", "optimizer._component_", "lr_scheduler._component_"}, []),
     ],
 )
 def test_undecided_meanings_are_reported(recipe, present, expected) -> None:

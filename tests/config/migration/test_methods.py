@@ -56,6 +56,11 @@ from recipes_lib.errors import ConfigError
         ("sft/gemma-4b-pt", {}, "sft", None),
         ("recipes/mine", {"adapter": "lora"}, "lora", None),
         ("recipes/mine", {"stage": "dpo", "packing": False, "finetuning_type": "lora"}, "dpo", None),
+        ("grpo_fast/mine", {"total_episodes": 9600, "beta": 0.01}, "grpo", None),
+        ("recipes/1B_full_ppo", {"lmbda": 0.95, "whiten_rewards": True}, "ppo", None),
+        ("recipes/gkd", {"lmbda": 0.5, "beta": 0.5}, "distill", None),
+        ("dpo/multi_node", {"beta": 5, "packing": True}, "dpo", None),
+        ("recipes/mine", {"beta": 5, "packing": True}, "dpo", None),
         ("sft/mine", {"stage": "sft", "finetuning_type": "lora", "beta": 0.1}, "lora", None),
     ],
 )

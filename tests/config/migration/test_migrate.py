@@ -15,6 +15,7 @@ from recipes_lib.config.migration.legacy_files import SECTIONS
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.recipes import read_refused, read_renames
 from recipes_lib.config.schema import flatten_config
+from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError
 
 OLD = """\
@@ -269,6 +270,10 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("dpo", "dpo_label_smoothing: 0.1\nloss_type: robust", {"label_smoothing": 0.1, "loss_type": "robust"}, ""),
         ("sft", "val_set_size: 0.0\nlora_model_dir:\nxformers_attention: null", {}, ""),
         ("sft", "val_set_size: 0.1", {"test_split_size": 0.1}, ""),
+        # torchtune and transformers do not clip at null; the default clips at 1.
+        ("sft", "clip_grad_norm: null", {"max_grad_norm": 0}, ""),
+        ("sft", "max_grad_norm: null", {"max_grad_norm": 0}, ""),
+        ("sft", "max_grad_norm: 0.5\nclip_grad_norm: null", {"max_grad_norm": 0.5}, ""),
         ("sft", "batch_size: 8\nmicro_batch_size: 2", {}, "batch_size micro_batch_size"),
         ("sft", "validation_split_percentage: 5", {}, "validation_split_percentage"),
         ("sft", "plugins: [axolotl.integrations.kd.KDPlugin]", {}, "plugins"),
@@ -406,6 +411,24 @@ def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: s
     migration = migrate(write(f"{minimal_text}{old}\n"), recipe)
     assert migration.is_ready, migration.changes
     assert flatten_config(check_text(recipe, migration.text, Path("new.yaml")))[new[0]] == new[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "remarked"),
+    [
+        ("sft", "", {"lr_scheduler_type", "warmup_steps"}),
+        ("sft", "lr_scheduler_type: linear", {"warmup_steps"}),
+        ("dpo", "warmup_ratio: 0.1", {"lr_scheduler_type", "num_train_epochs"}),
+        ("dpo", "warmup_ratio: 0.1\nmax_steps: 10", {"lr_scheduler_type"}),
+        ("sft", "lr_scheduler_type: constant", set()),
+        ("sft", "lr_scheduler: linear\nwarmup_steps: 0", set()),
+    ],
+)
+def test_absent_keys_of_other_defaults_are_reported(write, minimal_text: str, recipe: str, old: str, remarked) -> None:
+    changes = migrate(write(f"{minimal_text}{old}\n"), recipe).changes
+    remark = "".join(change.what for change in changes if "defaults, here and upstream" in change.what)
+    keys = load_table(recipe).keys.values()
+    assert {key.name for key in keys if f"`{key.name}`" in remark} == remarked
 
 
 @pytest.mark.parametrize(

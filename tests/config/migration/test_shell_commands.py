@@ -56,6 +56,8 @@ COMMANDS = {
         "ppo",
         {"model_name_or_path": "a/policy", "tokenizer_name_or_path": "a/base", "response_length": 53},
     ),
+    "python mason.py --gpus 8 -- source setup.sh \\&\\& accelerate launch open_instruct/dpo_tune_cache.py "
+    "--model_name_or_path a/b --dataset_mixer_list c/d 1.0 --beta 5": ("dpo", {"dataset_name": "c/d", "beta": 5}),
     "swift pt --model a/b --output_dir o --max_length 64 --dataset_name c/d": ("pretrain", {"max_length": 64}),
     "swift rlhf --model a/b --output_dir o --dataset_name c/d": ("dpo", {"output_dir": "o"}),
     "swift rlhf --rlhf_type rm --model a/b --dataset_name c/d": ("reward", {"output_dir": "trainer_output"}),

@@ -73,3 +73,26 @@ def test_token_of_a_tool_turn_is_no_target_after_a_call_that_ends_without_it(end
     tokenizer = build_byte_level(template.replace("<|answer>{{ other", "{{ '\\n' }}<|answer>{{ other"))
     (row,) = RowEncoder(tokenizer).encode([chat(user("sky?"), answer("", tool_calls=[CALL]), TOOL)])
     assert spans(tokenizer, row) == ["<|call>sky<call|>"]
+
+
+# As GLM's: turns have no end tokens, and the token that opens the next turn stops generation.
+OPEN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("rest", [[], [TOOL], [TOOL, answer("It is blue.")]], ids=["call", "tool", "answer"])
+def test_open_turn_with_a_call_ends_in_the_token_that_opens_the_answer_of_its_tool(rest: list[dict[str, Any]]) -> None:
+    tokenizer = build_byte_level(OPEN, extra=("<|user|>", "<|assistant|>", "<|tool|>"))
+    encoder = RowEncoder(tokenizer, eos_token="<|user|>")
+    (row,) = encoder.encode([chat(user("sky?"), answer("", tool_calls=[CALL]), *rest)])
+    assert spans(tokenizer, row) == ["<call>sky</call><|tool|>", *["It is blue.<|user|>" for _ in rest[1:]]]
+
+
+def test_call_ends_in_eos_token_under_a_template_that_refuses_answers_of_tools() -> None:
+    template = OPEN.replace("<|{{", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<|{{")
+    tokenizer = build_byte_level(template, extra=("<|user|>", "<|assistant|>"))
+    (row,) = RowEncoder(tokenizer, eos_token="<|user|>").encode([chat(user("sky?"), answer("", tool_calls=[CALL]))])
+    assert spans(tokenizer, row) == ["<call>sky</call><|user|>"]

@@ -180,6 +180,7 @@ MARKED = PLAIN.replace("{{ m.content }}" + CLOSE, "{% generation %}{{ m.content 
         (PLAIN, [user("hi"), answer("yes"), user("more")], {}, []),
         (PLAIN, [user("hi"), answer("yes")], {"untrained": {1}}, []),
         (MARKED, [user("hi"), answer("yes")], {}, OTHER),
+        (MARKED, [user("hi"), TAGGED, user("more"), answer("no")], {}, OTHER),
         (MARKED, [user("hi"), TAGGED], {}, []),  # The block encloses the tag, which is in the generation prompt.
         (EMPTY, [user("hi"), answer("yes")], {"template_kwargs": {"enable_thinking": False}}, []),
         (PLAIN.replace(THINKS, ""), [user("hi"), answer("yes")], {}, []),

@@ -165,6 +165,16 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b", "text": "a b"}, {"text": None}, {"prompt": "a", "completion": "b"}),
         ({"prompt": "a", "completion": "b", "label": True}, {"label": None}, {"prompt": "a", "completion": "b"}),
         ({"text": "an id", "content": "a"}, {"text": "content"}, {"text": "a"}),
+        (
+            {"Question": "a", "Complex_CoT": "one two three four", "Response": "b"},
+            {"reasoning_content": "Complex_CoT"},
+            {"question": "a", "answer": "b", "reasoning_content": "one two three four"},
+        ),
+        (
+            {"Question": "a", "Complex_CoT": "one two three four", "Response": "b"},
+            {"Complex_CoT": None},
+            {"question": "a", "answer": "b"},
+        ),
         ({"q": {"of": {"text": "a"}}, "a.b": "b"}, {"prompt": "q.of.text", "completion": "a.b"}, None),
         ({"q": '{"of": {"text": "a"}}', "c": "b"}, {"prompt": "q.of.text", "completion": "c"}, None),
     ],

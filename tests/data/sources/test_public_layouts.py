@@ -43,6 +43,22 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"input": "What is 2 + 2?", "output": "4", "reasoning_content": "It is even."},
         {"messages": [USER, {**ANSWER, "reasoning_content": "It is even."}]},
     ),
+    "Nemotron, switch": (
+        "question_answer",
+        {"input": "What is 2 + 2?", "output": "4", "reasoning": "detailed thinking on"},
+        CHAT,
+    ),
+    "VQA, text only": ("question_answer", {"image": None, "question": "What is 2 + 2?", "answer": "4"}, CHAT),
+    "RLAIF-V, text only": (
+        "preference",
+        {"images": [], "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        PAIR,
+    ),
+    "reasoning twice": (
+        "question_answer",
+        {"input": "What is 2 + 2?", "output": "<think>It is even.</think>4", "thinking": "It is even, I think."},
+        {"messages": [USER, {**ANSWER, "content": "<think>It is even.</think>4"}]},
+    ),
     "XTuner": (
         "sharegpt",
         {
@@ -428,6 +444,18 @@ def test_other_spelling_of_an_optional_column_is_described() -> None:
         ({"contents": [{"role": "user", "parts": [{"fileData": {"fileUri": "a"}}]}]}, "only text parts"),
         ({"images": [{"path": "a.png"}], "texts": [{"user": "2 + 2?", "assistant": "4"}]}, "{images: null}"),
         ({"images": [], "texts": [{"user": "2 + 2?", "assistant": "4"}], "source": "x"}, "{conversations: texts}"),
+        ({"image": {"path": "a.png"}, "question": "What is it?", "answer": "a cat"}, "{image: null}"),
+        ({"image": {"path": "a.png"}, "question": "?", "chosen": "a cat", "rejected": "a dog"}, "{image: null}"),
+        ({"inputs": [1, 2], "inputs_pretokenized": "2 + 2?", "targets": [3, 1]}, "{inputs: inputs_pretokenized"),
+        (
+            {"Question": "2 + 2?", "Complex_CoT": "Two and two are four.", "Response": "4"},
+            r"`dataset_columns: {reasoning_content: Complex_CoT}` to train on it, or `{Complex_CoT: null}`",
+        ),
+        (
+            {"problem": "2 + 2?", "thinking": "It is a sum.", "solution": "4"},
+            "{reasoning_content: thinking}",
+        ),
+        ({"instruction": "2 + 2?", "cot": "Two and two are four.", "output": "4"}, "{reasoning_content: cot}"),
     ],
     ids=[
         "openchat",
@@ -462,6 +490,12 @@ def test_other_spelling_of_an_optional_column_is_described() -> None:
         "Gemini, file",
         "The Cauldron",
         "FineVision, text only",
+        "VQA",
+        "RLAIF-V",
+        "P3",
+        "medical-o1-reasoning",
+        "Opus 4.6 reasoning",
+        "Alpaca with reasoning",
     ],
 )
 def test_other_public_row_is_refused_with_a_remedy(raw: dict[str, Any], remedy: str) -> None:

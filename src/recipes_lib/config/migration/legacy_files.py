@@ -43,8 +43,9 @@ _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
-# `type` is axolotl's layout of the rows, which is detected here.
+# `type` and `message_property_mappings` are axolotl's layout of the rows, which is detected here.
 _ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
+_ENTRY_KEYS |= {"field_messages", "message_property_mappings"}
 _SUBCOMMANDS: Final = ("trl", "swift", "megatron")
 """Programs whose first argument is the method; ``megatron`` is that of ms-swift."""
 _COMMAND: Final = re.compile(
@@ -153,7 +154,8 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         values: ``LEGACY_KEYS`` and ``COMPANIONS`` of the file, with plain values.
 
     Returns:
-        New keys (``None`` if the form is unknown), and a remark for the user (empty if there is nothing to review).
+        New keys, and a remark for the user (empty if there is nothing to review); or ``None``, and what has no key here
+        (empty if the form is unknown).
     """
     key = next(key for key in LEGACY_KEYS if key in values)
     legacy = values[key]
@@ -164,11 +166,18 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
+        isinstance(item, Mapping)
+        and item.keys() <= _ENTRY_KEYS
+        and not isinstance(item.get("type"), Mapping)
+        and item.get("field_messages", "messages") in ("messages", "conversations", "conversation")
         for item in legacy
     ):
         return None, ""
-    return _join([_convert_entry(item) for item in legacy], extra)
+    new, remark = _join([_convert_entry(item) for item in legacy], extra)
+    alpaca = next((kind for item in legacy if (kind := str(item.get("type"))).startswith("alpaca")), None)
+    if alpaca:
+        remark = f"axolotl's `type: {alpaca}` has a prompt of its own; here, rows are turns of the chat template"
+    return new, remark
 
 
 def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +192,7 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
         # a share of the mixture.
         "repeat": item.get("weight"),
         "weight": item.get("fraction"),
+        "format": "text" if item.get("type") == "completion" else None,
     }
     return {key: value for key, value in entry.items() if value is not None}
 
@@ -193,6 +203,9 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
         pairs = list(zip(mixer[::2], mixer[1::2], strict=True))
     if not pairs:
         return None, ""
+    if any(share != 1 and not (isinstance(share, float) and share < 1) for _, share in pairs):
+        # As in open-instruct, whose whole numbers are no shares.
+        return None, "it counts rows: write `dataset_mixture` with a share of each set as `repeat`"
     train = [split for split in splits or [] if not str(split).startswith("test")]
     test = [split for split in splits or [] if str(split).startswith("test")]
     if len(train) > 1 or len(test) > 1 or (configs and len(configs) != len(pairs)):
@@ -205,8 +218,8 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
 
 def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     if len(entries) == 1 and entries[0].get("repeat", 1) == 1:
-        spelling = {"name": "dataset_name", "config": "dataset_config", "split": "dataset_train_split"}
-        return {spelling[key]: value for key, value in entries[0].items() if key in spelling} | extra, ""
+        spelling = {"name": "name", "config": "config", "split": "train_split", "format": "format"}
+        return {f"dataset_{spelling[key]}": value for key, value in entries[0].items() if key in spelling} | extra, ""
     if all(entry.get("repeat", 1) == 1 for entry in entries):
         for entry in entries:
             entry.pop("repeat", None)
@@ -290,8 +303,10 @@ def _split_commands(text: str) -> Iterator[list[str]]:
         if all(re.match(r"\w+=|export$", word) for word in words):
             variables |= {key: value for key, _, value in (word.partition("=") for word in words)}
         elif not is_end:
-            # Without the arguments of the file itself: `$@`, `$*`, `${@:2}`.
-            yield [word for word in words if not re.match(r"\$\{?[@*]", word)]
+            # Without the arguments of the file itself (`$@`, `$*`, `${@:2}`), and without a program that submits the
+            # command after `--` as a job, as in open-instruct.
+            command = [word for word in words if not re.match(r"\$\{?[@*]", word)]
+            yield command[max((at for at, word in enumerate(command, 1) if word == "--"), default=0) :]
 
 
 def _find_script(words: Sequence[str]) -> int | None:

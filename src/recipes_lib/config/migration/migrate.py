@@ -29,6 +29,8 @@ from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, pla
 from recipes_lib.errors import ConfigError, Problem
 
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
+_PACE = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "adam_beta2")
+"""Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
     *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
     *("lr_scheduler_type", "optim", "loss_type", "activation_checkpointing"),
@@ -135,7 +137,7 @@ class _Rewriter:
     def __init__(self, table: KeyTable, text: str, entries: Sequence[Entry], path: Path) -> None:
         self.table, self.entries, self.path, self.lines = table, entries, path, text.splitlines()
         self.values = {entry.key: plain_value(entry.node) for entry in entries}
-        self.taken, self.added = {*self.values}, dict[str, Any]()
+        self.taken, self.added, self.overruled = {*self.values}, dict[str, Any](), set[str]()
         self.changes, self.edits = list[Change](), dict[int, tuple[int, list[str]]]()
 
     def drop_ignored(self) -> None:
@@ -170,6 +172,7 @@ class _Rewriter:
             is_invalid = decision.decider == "max_steps" and not isinstance(decider, int | float)
             if decider is None or is_invalid or not decision.applies(settings):
                 continue
+            self.overruled |= {decision.key}
             for entry in self.entries:
                 has_no_effect = names[entry.key] == decision.key and self.values[entry.key] != decision.becomes
                 if has_no_effect and _position(entry)[0] not in self.edits:
@@ -197,7 +200,9 @@ class _Rewriter:
             self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
             self.taken |= {new}
         elif value is None or (value == 0 and new == "test_split_size"):
-            self._replace(entry, {}, f"deleted `{key}: {value}`, which sets nothing")
+            clips_nothing = new == "max_grad_norm" and new not in self.taken
+            what = "became `max_grad_norm: 0`" if clips_nothing else "sets nothing, and was deleted"
+            self._replace(entry, {"max_grad_norm": 0} if clips_nothing else {}, f"`{key}: {value}` {what}")
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
@@ -214,6 +219,10 @@ class _Rewriter:
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
+        left_out = [self.table.keys[name] for name in _PACE if name not in self.taken | self.overruled]
+        if absent := [f"`{key.name}` ({key.default}, {key.upstream_default})" for key in left_out if key.reason]:
+            what = f"the file has no {', '.join(absent)}: in parentheses are the defaults, here and upstream"
+            self.changes.append(Change(0, what, by_hand=True))
 
     def remark_on_meaning(self) -> None:
         """Report keys whose meaning differs from upstream's."""
@@ -239,7 +248,7 @@ class _Rewriter:
 
     def _rewrite_value(self, entry: Entry, value: Any) -> None:
         key = entry.key
-        successor = read_renames().values.get((key, str(value)))
+        successor = read_renames().values.get((key, "null" if value is None else str(value)))
         # TRL's `disable_dropout` (on by default) sets every dropout of the model to 0, including the adapter's.
         is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
@@ -319,7 +328,8 @@ class _Rewriter:
         new, remark = convert_datasets(legacy)
         new = new and {key: value for key, value in new.items() if key not in self.taken or key == entry.key}
         if not new:
-            self._comment_out(entry, f"`{entry.key}` could not be rewritten; write `dataset_name` or `dataset_mixture`")
+            what = f"`{entry.key}` could not be rewritten; {remark or 'write `dataset_name` or `dataset_mixture`'}"
+            self._comment_out(entry, what)
             return
         self._replace(entry, new, f"`{entry.key}` became {', '.join(f'`{key}`' for key in new)}")
         if remark:

@@ -384,15 +384,8 @@ def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
     """Return the indices of the messages with target spans; none for ``all``, where the whole text is a target."""
     assert row.messages is not None
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
-    match loss_on:
-        case "assistant":
-            chosen = answers
-        case "last_assistant":
-            chosen = answers[-1:]
-        case "completion":
-            chosen = [index for index in answers if index >= (row.num_prompt_messages or 0)]
-        case _:
-            chosen = []
+    after_prompt = [index for index in answers if index >= (row.num_prompt_messages or 0)]
+    chosen = {"assistant": answers, "last_assistant": answers[-1:], "completion": after_prompt}.get(loss_on, [])
     return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
 
 

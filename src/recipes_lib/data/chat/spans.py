@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -355,10 +354,11 @@ class SpanFinder:
         return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
 
     @cached_property
-    def _call_end(self) -> str:
-        """The token that ends a turn with calls, where the template writes it into the turn of the answering tool.
+    def _call_ends(self) -> tuple[str, str]:
+        """The token that the template adds to a last turn with calls, and that which opens the answer of the tool.
 
-        Gemma 4 stops on the token that opens the answer, and its template ends a chat whose last turn is a call in it.
+        Gemma 4 and GLM stop on the token that opens the answer. Gemma 4's template adds it to a chat that ends with a
+        call; GLM's leaves that turn open.
         """
         call = {"type": "function", "function": {"name": PLACEHOLDER, "arguments": {}}}
         question, result = ({"role": role, "content": ""} for role in ("user", "tool"))
@@ -366,10 +366,11 @@ class SpanFinder:
         try:
             asked, answered = (self._render(Row(where="", messages=messages[:count])) for count in (2, 3))
         except TemplateError:  # As in `_ends`.
-            return ""
+            return "", ""
         end = next((turn.end for turn in answered.turns if turn.message == 1), len(answered.text))
         token = asked.text.removeprefix(answered.text[:end])
-        return token if self._special.fullmatch(token) else ""
+        opening = self._special.match(answered.text, end)
+        return token if self._special.fullmatch(token) else "", opening[0] if opening else ""
 
     def _targets(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
         if not trained:
@@ -432,8 +433,8 @@ class SpanFinder:
             if is_eos and self._terminated(text, end, len(text)):
                 end = len(text)
             text, end = self._terminate(row, text, Span(message, start, end))
-            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_end, end):
-                end += len(self._call_end)
+            if _list_messages(row)[message].get("tool_calls") and text.startswith(self._call_ends[0], end):
+                end += len(self._call_ends[0])
             spans.append(Span(message, start, end))
         return Targets(text, spans, remarks)
 
@@ -456,7 +457,8 @@ class SpanFinder:
             return text, terminated
         if self._eos_token is not None:
             if end == len(text):
-                return text + self._eos_token, end + len(self._eos_token)
+                token = (_list_messages(row)[message].get("tool_calls") and self._call_ends[1]) or self._eos_token
+                return text + token, end + len(token)
             # Some models stop on the token that opens the next turn.
             if opening := self._special.match(text, end):
                 return text, opening.end()
@@ -540,10 +542,9 @@ class SpanFinder:
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that the spans of every trained message contain its content and its tool calls, and one end."""
-        spans_of = _group(targets.spans)
         for index in sorted(trained):
             message = _list_messages(row)[index]
-            turn = "".join([targets.text[span.start : span.end] for span in spans_of[index]])
+            turn = "".join([targets.text[start:end] for owner, start, end in targets.spans if owner == index])
             texts = find_texts(message)
             if any(end in turn[:-1] for end in self._ends):  # Without the last character, as every turn ends with one.
                 written = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
@@ -566,14 +567,6 @@ class SpanFinder:
         if len(text) < self._longest:  # A short text could match inside the name of a special token.
             turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
         return text in turn
-
-
-def _group(spans: Iterable[Span]) -> Mapping[int, Sequence[Span]]:
-    """Return the spans of each message; none for other messages."""
-    grouped: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        grouped[span.message].append(span)
-    return grouped
 
 
 def _remark_opening(row: Row, message: int, follows_prompt: bool) -> list[Remark]:

@@ -72,7 +72,7 @@ def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> lis
     """Return the tokens of a single example; tokens of incomplete characters have the spelling of the vocabulary."""
     ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
     return [
-        Piece(_show(_decode_one(tokenizer, ids, at)), token_id, is_target, token_id in special)
+        Piece("".join(map(_show, _decode_one(tokenizer, ids, at))), token_id, is_target, token_id in special)
         for at, (token_id, is_target) in enumerate(zip(ids, example.loss_mask.tolist(), strict=True))
     ]
 
@@ -100,13 +100,10 @@ def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> 
     return added
 
 
-def _show(text: str) -> str:
-    return "".join(_WHITESPACE.get(character) or _escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
+def _show(character: str) -> str:
     """Escape control, format and separator characters, so that data cannot hide text or control the terminal."""
-    return f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
+    escaped = f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
+    return _WHITESPACE.get(character, escaped)
 
 
 def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:

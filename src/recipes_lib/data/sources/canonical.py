@@ -17,6 +17,7 @@ from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
+from recipes_lib.data.sources.messages import REASONING
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems, suggest
@@ -152,7 +153,7 @@ def open_entry(entry: Mapping[str, Any], **defaults: Any) -> Source:
 def _check_columns(columns: Mapping[str, Any]) -> None:
     problems = []
     for name, column in columns.items():
-        if name not in COLUMNS:
+        if name not in COLUMNS and not REASONING.fullmatch(name):
             remedy = suggest(name, COLUMNS, f"name one of {', '.join(sorted(COLUMNS))}")
             problems.append(Problem("dataset_columns", f"no layout has a column `{name}`", remedy))
         if column is not None and not isinstance(column, str):

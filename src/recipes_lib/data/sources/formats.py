@@ -30,6 +30,7 @@ from recipes_lib.data.sources.messages import (
     parse_chat,
     read_chat_extras,
     read_history,
+    read_reasoning,
     refuse_media,
     split_marks,
     zip_turns,
@@ -239,7 +240,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         if needs_answer and row_format.name not in ("preference", "text"):
             _refuse_labelled(raw)
         fields = _LAYOUTS[row_format.name].read(raw)
-        refuse_media(raw, fields)
+        refuse_media(raw, fields, has_answer=needs_answer)
         if "messages" in fields:
             check_asked(fields["messages"])
             if needs_answer:
@@ -300,9 +301,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
     if raw.get("tools") and is_list:
         answers = clean_messages([{"role": FUNCTION_CALL, "content": value}], answer)
     else:
-        thought = raw.get("reasoning_content")
-        beside = {"reasoning_content": check_text(thought, "`reasoning_content`")} if thought else {}
-        answers = [{"role": "assistant", "content": check_answer(value, f"`{answer}`"), **beside}]
+        answers = [{"role": "assistant", "content": check_answer(value, f"`{answer}`"), **read_reasoning(raw, value)}]
     return {"messages": [*prompt, *answers], **read_chat_extras(raw)}
 
 

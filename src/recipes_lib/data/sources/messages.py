@@ -68,7 +68,13 @@ OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 """A list of texts in JSON, as the prompts of Chatbot Arena's 55k battles."""
 
+REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?|(complex_)?cot|chain_of_thought", re.I)
+"""Columns that may have the reasoning of the answer beside them."""
+
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
+
+_NO_TOKEN_IDS: Final = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
+"""Remedy for token ids, as in P3 and FLAN."""
 
 _NULLABLE: Final = ("default", "const")
 """Keywords of a JSON schema whose value may be null."""
@@ -94,7 +100,6 @@ class RowError(Exception):
     """
 
     def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(found)
         self.found = found
         self.remedy = remedy
 
@@ -288,21 +293,45 @@ def check_asked(messages: Iterable[Message]) -> None:
         raise RowError("the question is empty, or `-` in place of one", remedy)
 
 
-def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
+def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
+    """Return the ``reasoning_content`` of an answer from its column, if the row has one.
 
     Raises:
-        RowError: The row has a column of media, and one of its canonical ``fields`` has a placeholder for one.
+        RowError: It is not a string; or a column of another name may be the reasoning, without which the model would
+            learn to answer at once.
+    """
+    if thought := raw.get("reasoning_content"):
+        return {"reasoning_content": check_text(thought, "`reasoning_content`")}
+    for column in filter(REASONING.fullmatch, () if "</think>" in str(answer) else raw):
+        if len(str(raw[column]).split()) > 3:  # Not a switch, such as `on`.
+            remedy = f"write `dataset_columns: {{reasoning_content: {column}}}` to train on it, or `{{{column}: null}}`"
+            raise RowError(f"`{column}` may be the reasoning of the answer", remedy)
+    return {}
+
+
+def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any], *, has_answer: bool = False) -> None:
+    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
+
+    Args:
+        raw: The row.
+        fields: Its canonical fields.
+        has_answer: Whether it is trained on. Its answer may then be about the image, even without a placeholder, unless
+            the row is a chat or a text.
+
+    Raises:
+        RowError: The row has a column of media, and one of ``fields`` has a placeholder, or the answer may be about it.
     """
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
-    if column and any(mark in str(fields) for mark in _MEDIA_MARKS):
-        found = f"the text refers to `{column}`, and only text is trained on"
+    is_marked = any(mark in str(fields) for mark in _MEDIA_MARKS)
+    if column and (is_marked or (has_answer and not raw.keys() & {*_CHATS, "text"})):
+        found = f"the text {'refers to' if is_marked else 'may be about'} `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 
 
 def _clean_message(written: object, place: str) -> Message:
     if not isinstance(written, Mapping):
-        raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
+        remedy = _NO_TOKEN_IDS if isinstance(written, int) else "write it as {role: ..., content: ...}"
+        raise RowError(f"{place} is {describe(written)}, not an object", remedy)
     message: Mapping[str, Any] = written
     content, written_role = message.get("content"), message.get("role")
     # Fast path for most turns: nothing to convert, and no copy.

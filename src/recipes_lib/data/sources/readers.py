@@ -205,11 +205,11 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
     """Decode the elements of an array one by one, so that rows before an error are read, and errors have a line."""
-    raw = file.read()
     try:
-        text = raw.decode().removeprefix("\ufeff")
+        # The bytes, as many again, are not kept while the rows are read.
+        text = file.read().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        where = f"{name}:{raw.count(bytes([10]), 0, error.start) + 1}"
+        where = f"{name}:{error.object.count(bytes([10]), 0, error.start) + 1}"
         raise DataError(_describe_encoding(where, error.start, b"")) from None
 
     def skip_blank(at: int) -> int:
