@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import PartialState
 from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
 
-from recipes_lib.errors import UserError
+from recipes_lib.errors import LostPeerError, UserError
+from recipes_lib.processes import explain_lost_connection
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
+_MAIN_VALUE: Final = "recipes_lib/is_true_on_main"
 
 
 def is_distributed() -> bool:
@@ -69,6 +72,23 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
         distributed.broadcast_object_list(shared, group=group, group_src=source)
     received: T = shared[0]
     return received
+
+
+def is_true_on_main(value: bool) -> bool:
+    """Return the value of rank 0, by the launcher's store if there is no process group yet; all ranks must call.
+
+    Raises:
+        LostPeerError: The launcher of rank 0 has ended, or rank 0 does not call within 30 minutes, torch's timeout.
+    """
+    if is_distributed():
+        return broadcast_object(value)
+    try:
+        store, rank, _ = next(rendezvous("env://"))
+        if rank == 0:
+            store.set(_MAIN_VALUE, str(value))
+        return bool(store.get(_MAIN_VALUE).decode() == str(True))
+    except RuntimeError as error:  # The errors of the store.
+        raise LostPeerError(explain_lost_connection(error) or f"the store of the launcher failed: {error}") from error
 
 
 @functools.cache
