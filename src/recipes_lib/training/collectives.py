@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from recipes_lib.errors import LostPeerError, UserError
 from recipes_lib.processes import explain_lost_connection
+from recipes_lib.stopping import StopPendingError
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
@@ -102,17 +103,18 @@ def compute_on_main(compute: Callable[[], T]) -> T:
 
     Raises:
         UserError: Rank 0 raised it; every rank raises it, so that none waits in a later collective.
+        StopPendingError: As ``UserError``.
     """
     # Before rank 0 is busy, because all ranks create it together.
     group = _open_host_group(distributed.group.WORLD)
-    found: T | UserError | None = None
+    found: T | UserError | StopPendingError | None = None
     if get_rank() == 0:
         try:
             found = compute()
-        except UserError as error:
+        except (UserError, StopPendingError) as error:
             found = error
     shared = broadcast_object(found, group)
-    if isinstance(shared, UserError):
+    if isinstance(shared, UserError | StopPendingError):
         raise shared
     return cast("T", shared)
 
