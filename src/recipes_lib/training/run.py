@@ -44,9 +44,9 @@ from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection, has_other_machines
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
-    COMPLETE,
     clear_leftovers,
     find_last_complete,
+    find_wrong_size,
     list_checkpoints,
     read_complete,
     supersede,
@@ -142,8 +142,8 @@ class Run:
         plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
-            found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
-            say(f"{found}; training starts at step 0")
+            newest = ignored[0][1]
+            say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
         hashes: Any = None, None
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
