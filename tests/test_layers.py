@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "processes", "quantities", "report"},
     "pipelines": {"config", "errors", "files", "shipped"},
-    "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
+    "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},
     "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "quantities", "report", "training"},
     "demo": {"config", "errors", "files", "models", "pipelines", "report", "shipped"},

@@ -67,6 +67,12 @@ def read_world_size() -> int:
     return _read_number("WORLD_SIZE", 1)
 
 
+def has_other_machines() -> bool:
+    """Return whether processes of this run are on other machines too, connected by a store that the launcher hosts."""
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_store and _read_number("LOCAL_WORLD_SIZE", 1) < read_world_size()
+
+
 def verify_one_process(command: str) -> None:
     """Raise if a launcher started several processes of a command that runs in one.
 

@@ -34,6 +34,10 @@ _SECONDS_TO_LEAVE: Final = 10.0
 may block in C, waiting for ranks that have exited."""
 
 
+class StopPendingError(Exception):
+    """Ends a computation without collectives on this process; the ranks agree to stop at the next collective point."""
+
+
 class StopRequest:
     """The stop request of this process, and its signal handlers.
 
@@ -87,6 +91,16 @@ class StopRequest:
             self.is_deferred = False
         if self.reason is not None:
             raise self._stop_here()
+
+    def raise_if_pending(self) -> None:
+        """Raise on a request inside ``deferred``, for waits that may be longer than the grace time.
+
+        Raises:
+            StopPendingError: A request is deferred. The handler must agree with the other processes next, as they do
+                when they have finished.
+        """
+        if self.is_deferred and self.reason is not None:
+            raise StopPendingError
 
     def close(self) -> None:
         """Ignore further stop signals: this process is ending."""

@@ -27,6 +27,7 @@ from recipes_lib.rl.rewards import (
     verify_arguments,
     verify_positions,
 )
+from recipes_lib.stopping import StopPendingError
 
 CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
 ENDED = [True] * 3
@@ -93,11 +94,12 @@ def test_invalid_result_error_names_function_and_value(function, words):
     assert "mine" in str(caught.value)
 
 
-def test_error_of_a_judge_is_reported_as_it_is():
+@pytest.mark.parametrize("error", [ConfigError(Problem("base_url", "had no answer", "start it")), StopPendingError()])
+def test_error_or_stop_of_a_judge_is_raised_as_it_is(error):
     def judge(**_):
-        raise ConfigError(Problem("base_url", "had no answer", "start it"))
+        raise error
 
-    with pytest.raises(ConfigError, match=r"^base_url: had no answer\s+start it$"):
+    with pytest.raises(type(error), match=f"^{error}$"):
         Rewards({"mine": judge}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
 
 

@@ -16,8 +16,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.rl import models as sharding
 from recipes_lib.rl.models import beat_between, choose_placement, gathered_weights
-from recipes_lib.stopping import STOP
-from recipes_lib.training.guards.preemption import StopPendingError
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.layouts.fsdp import is_sharded
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_training_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ import pytest
 from tests.forked import run_forked
 from torch import distributed
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, LostPeerError, Problem
+from recipes_lib.processes import read_rank
+from recipes_lib.stopping import StopPendingError
 from recipes_lib.training import collectives
 
 
@@ -32,10 +35,20 @@ def test_compute_on_main_returns_or_raises_same_on_every_rank(monkeypatch: pytes
         collectives.compute_on_main(lambda: refuse())
     # Another rank computes nothing: it returns or raises what rank 0 has sent.
     monkeypatch.setattr(collectives, "get_rank", lambda: 1)
-    for sent in (7, ConfigError(Problem("judge", "no key"))):
+    for sent in (7, ConfigError(Problem("judge", "no key")), StopPendingError()):
         monkeypatch.setattr(collectives, "broadcast_object", lambda value, _, sent=sent: (sent, value)[0])
-        with pytest.raises(ConfigError, match="no key") if isinstance(sent, ConfigError) else nullcontext():
+        with nullcontext() if sent == 7 else pytest.raises(type(sent)):
             assert collectives.compute_on_main(lambda: refuse()) == 7
+
+
+def test_lost_main_process_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(url: str) -> None:
+        raise distributed.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(collectives, "rendezvous", reset)
+    with pytest.raises(LostPeerError, match="another process ended: see its output"):
+        collectives.is_true_on_main(False)
 
 
 def refuse() -> int:
@@ -44,12 +57,15 @@ def refuse() -> int:
 
 @pytest.mark.multiprocess
 def test_main_may_compute_for_longer_than_the_timeout(tmp_path: Path) -> None:
-    run_forked(__name__, tmp_path)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["7, 8"] * 2
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # As the launcher's.
+    run_forked(__name__, tmp_path, store.port)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["7, 8, True, True"] * 2
 
 
 def main() -> None:
-    """Compute for three times the timeout of the default group on rank 0, twice."""
+    """Compute for three times the timeout of the default group on rank 0, twice; share a value before and after."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=sys.argv[2])
+    shared = [collectives.is_true_on_main(not read_rank())]
     distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
 
     def compute(number: int) -> int:
@@ -57,7 +73,8 @@ def main() -> None:
         return number
 
     found = [collectives.compute_on_main(lambda number=number: compute(number)) for number in (7, 8)]
-    (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(", ".join(map(str, found)))
+    shared.append(collectives.is_true_on_main(not read_rank()))
+    (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(", ".join(map(str, [*found, *shared])))
 
 
 if __name__ == "__main__":

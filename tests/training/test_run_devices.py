@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.test_run import ONE, TWO, make_config
+from tests.training.test_run import BATCH, ONE, TWO, finish, make_config
 from torch.utils.data import DataLoader
 
 from recipes_lib.errors import ConfigError
@@ -50,6 +50,18 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
         start_run(make_config(tmp_path / name, use_cpu=by_recipe), launch)
         assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
         assert "idle" not in logged
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_main_process_decides_for_machines_with_disks_of_their_own(tmp_path, finished, monkeypatch):
+    """Otherwise some of them would end, and the others wait for them."""
+    if not finished:  # This machine was the main one of an earlier run.
+        finish(make_config(tmp_path, **BATCH))
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run_module, "is_true_on_main", lambda own: not own)
+    config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
+    assert start_run(config, Launch(rank=1, local_rank=0, world_size=2, engine="")).finished is finished
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])

@@ -24,7 +24,8 @@ from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.vocabulary import VocabularyMap
-from recipes_lib.training.guards.preemption import StopPendingError, raise_if_stop_pending
+from recipes_lib.stopping import StopPendingError
+from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.guards.step_facts import ROW_IDS
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import TermMetrics

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from recipes_lib.errors import ConfigError, Problem, escape_controls
 from recipes_lib.processes import read_api_key
+from recipes_lib.stopping import STOP
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -31,6 +32,8 @@ FEWEST_REFUSALS: Final = 8
 """Refused requests, without an answered one, from which on the configuration is wrong, and not a single request."""
 _MAX_RETRY_AFTER: Final = 600.0
 """Longest wait that a server can ask for, in seconds."""
+_POLL_SECONDS: Final = 0.5
+"""Time between two polls for a stop request while requests are answered, in seconds."""
 _MAX_REPLY: Final = 1 << 26
 """Size of the longest response, in bytes."""
 _TIMEOUTS_PER_ATTEMPT: Final = 10
@@ -214,6 +217,7 @@ class Endpoint:
         Raises:
             UnansweredError: The endpoint cannot be reached, does not know the model or the key, or returns invalid
                 responses.
+            StopPendingError: There is a stop request during training: a pause may be longer than the grace time.
             ConfigError: It has refused at least ``FEWEST_REFUSALS`` requests and answered none.
         """
         connection, jobs = _Connection(self), deque(enumerate(zip(chats, numbers, strict=True)))
@@ -238,10 +242,9 @@ class Endpoint:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                thread.join()
+            _wait_for(threads)
         finally:
-            # Also after Ctrl-C, so that no thread starts another request.
+            # Also after a stop request or Ctrl-C, so that no thread starts another request.
             connection.is_stopped.set()
         if failures:
             if isinstance(failures[0], UnansweredError):
@@ -253,6 +256,13 @@ class Endpoint:
         if not self.tally[True] and self.tally[False] >= FEWEST_REFUSALS:
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
+
+
+def _wait_for(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            STOP.raise_if_pending()
 
 
 _REMEDY: Final = "check the address, and that it serves this model; `request` sets additional fields of a request"

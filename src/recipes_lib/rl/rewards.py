@@ -21,6 +21,7 @@ from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, describe_error, find_function
+from recipes_lib.stopping import StopPendingError
 
 MAX_MODEL_SCORE: Final = 10.0
 """Bound of a reward model's normalised score in standard deviations: scores beyond it are out of distribution."""
@@ -233,7 +234,7 @@ def _call(
     try:
         with _restored_defaults():
             scores = call(function, given)
-    except UserError:  # Of a judge, which names its endpoint.
+    except (UserError, StopPendingError):  # Of a judge, which names its endpoint, or leaves its requests.
         raise
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {describe_error(function, error)}"

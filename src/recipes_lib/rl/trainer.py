@@ -29,10 +29,10 @@ from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
 from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
-from recipes_lib.stopping import STOP
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE
-from recipes_lib.training.guards.preemption import StopPendingError, agreeing_on_stop, close_preempted, stop_if_agreed
+from recipes_lib.training.guards.preemption import agreeing_on_stop, close_preempted, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory

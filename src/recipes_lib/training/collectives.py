@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from accelerate import PartialState
 from torch import Tensor, distributed
+from torch.distributed.rendezvous import rendezvous
 
-from recipes_lib.errors import UserError
+from recipes_lib.errors import LostPeerError, UserError
+from recipes_lib.processes import explain_lost_connection
+from recipes_lib.stopping import StopPendingError
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
+_MAIN_VALUE: Final = "recipes_lib/is_true_on_main"
 
 
 def is_distributed() -> bool:
@@ -71,6 +75,23 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
     return received
 
 
+def is_true_on_main(value: bool) -> bool:
+    """Return the value of rank 0, by the launcher's store if there is no process group yet; all ranks must call.
+
+    Raises:
+        LostPeerError: The launcher of rank 0 has ended, or rank 0 does not call within 30 minutes, torch's timeout.
+    """
+    if is_distributed():
+        return broadcast_object(value)
+    try:
+        store, rank, _ = next(rendezvous("env://"))
+        if rank == 0:
+            store.set(_MAIN_VALUE, str(value))
+        return bool(store.get(_MAIN_VALUE).decode() == str(True))
+    except RuntimeError as error:  # The errors of the store.
+        raise LostPeerError(explain_lost_connection(error) or f"the store of the launcher failed: {error}") from error
+
+
 @functools.cache
 def _open_host_group(_world: Group) -> Group:
     """Return the host group of a default group, created once."""
@@ -82,17 +103,18 @@ def compute_on_main(compute: Callable[[], T]) -> T:
 
     Raises:
         UserError: Rank 0 raised it; every rank raises it, so that none waits in a later collective.
+        StopPendingError: As ``UserError``.
     """
     # Before rank 0 is busy, because all ranks create it together.
     group = _open_host_group(distributed.group.WORLD)
-    found: T | UserError | None = None
+    found: T | UserError | StopPendingError | None = None
     if get_rank() == 0:
         try:
             found = compute()
-        except UserError as error:
+        except (UserError, StopPendingError) as error:
             found = error
     shared = broadcast_object(found, group)
-    if isinstance(shared, UserError):
+    if isinstance(shared, UserError | StopPendingError):
         raise shared
     return cast("T", shared)
 

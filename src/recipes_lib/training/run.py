@@ -41,12 +41,12 @@ from recipes_lib.files import LOCK_FILE, find_record, is_inside, read_lines, rep
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.processes import explain_lost_connection
+from recipes_lib.processes import explain_lost_connection, has_other_machines
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
-    COMPLETE,
     clear_leftovers,
     find_last_complete,
+    find_wrong_size,
     list_checkpoints,
     read_complete,
     supersede,
@@ -60,7 +60,7 @@ from recipes_lib.training.checkpoints.resume import (
     keep_batch,
     verify_checkpoint_fits,
 )
-from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.collectives import broadcast_object, is_true_on_main
 from recipes_lib.training.guards.replay_check import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -142,8 +142,8 @@ class Run:
         plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
-            found = f"{ignored[0][1].name} is ignored: it has no readable {COMPLETE}, as if another program wrote it"
-            say(f"{found}; training starts at step 0")
+            newest = ignored[0][1]
+            say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
         hashes: Any = None, None
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
@@ -281,19 +281,20 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     config = config.with_training({"output_dir": str(output_dir)})
     resume_from = find_last_complete(output_dir)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
-    finished = previous.get("status") == "done"
-    differing = _find_differences(previous, effective, launch) if resume_from or finished else []
+    is_done = previous.get("status") == "done"
+    differing = _find_differences(previous, effective, launch) if resume_from or is_done else []
     say = build_progress(is_main=launch.is_main).say
-    if finished and not differing:
-        finished = _has_model(output_dir, previous, resume_from, say)
-    if resume_from and (differing or not finished) and not set(differing) & set(BATCH_KEYS):
+    finished = is_done and not differing and _has_model(output_dir, previous, resume_from, say)
+    if has_other_machines():
+        # With a disk of its own, a machine does not see that the run is done, and would wait for the main process.
+        finished = is_true_on_main(finished)
+    if resume_from and not finished and not set(differing) & set(BATCH_KEYS):
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
         # After ``_resume_batch``, both schedules are computed with the same global batch size.
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
-        finished = False
         if launch.is_main:
             # Later checkpoints were trained with other learning rates; the extended run writes its own.
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.inference import RandomStates
-from recipes_lib.training.guards.preemption import StopPendingError
+from recipes_lib.stopping import StopPendingError
 
 
 @pytest.fixture

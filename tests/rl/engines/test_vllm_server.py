@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.vllm import connect
 from recipes_lib.rl.update import Updater
-from recipes_lib.training.guards.preemption import StopPendingError
+from recipes_lib.stopping import StopPendingError
 
 SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [None]}
 

@@ -214,10 +214,17 @@ def test_unreadable_checkpoint_is_neither_damaged_nor_ignored(tmp_path, monkeypa
     assert newest.is_dir()
 
 
-def test_foreign_checkpoint_is_ignored_with_a_message(tmp_path, capsys):
-    (write_checkpoint(tmp_path, 500) / "COMPLETE.json").unlink()
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("COMPLETE.json", "it has no readable COMPLETE.json"),
+        ("model.safetensors", "model.safetensors has 0 bytes instead of 7"),
+    ],
+)
+def test_only_checkpoint_that_is_incomplete_is_ignored_with_the_reason(name, reason, tmp_path, capsys):
+    (write_checkpoint(tmp_path, 500) / name).write_text("")
     assert Run(config(1, 1), tmp_path, launch(1), None, finished=False).choose_checkpoint() is None
-    assert "checkpoint-500 is ignored: it has no readable COMPLETE.json" in capsys.readouterr().err
+    assert f"checkpoint-500 is ignored: {reason}" in capsys.readouterr().err
     assert (tmp_path / "checkpoint-500").is_dir()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.evaluation.chat_endpoint import ChatEndpoint
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib.stopping import STOP
 from recipes_lib.training.evaluation.user_metrics import compute_metrics, load_metrics
 
 PATH = "recipes_lib.training.evaluation.judge_metric:JudgePreference(base_url='{}', model='j', num_attempts=1)"
@@ -35,6 +36,19 @@ def test_win_rate_against_references() -> None:
 def test_unreachable_judge_is_an_error() -> None:
     metrics = load_metrics([PATH.format("http://127.0.0.1:9/v1")])
     with pytest.raises(ConfigError, match="had no answer after 1 attempts"):
+        compute_metrics(metrics, [("What?", "a", "b")])
+
+
+def test_stop_request_ends_pause_that_judge_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be longer than the grace time of a scheduler."""
+
+    def refuse(_: Any) -> tuple[int, dict[str, str], str]:
+        STOP.request("SIGTERM")
+        return 429, {"Retry-After": "30"}, "busy"
+
+    monkeypatch.setattr(STOP, "reason", None)
+    metrics = load_metrics([PATH.format(ChatEndpoint(refuse).url).replace("attempts=1", "attempts=2")])
+    with pytest.raises(PreemptedError, match=r"^SIGTERM$"), STOP.deferred():
         compute_metrics(metrics, [("What?", "a", "b")])
 
 

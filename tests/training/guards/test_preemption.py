@@ -18,10 +18,9 @@ from torch.multiprocessing import start_processes
 from transformers import TrainerState, TrainingArguments
 
 from recipes_lib.errors import PreemptedError
-from recipes_lib.stopping import STOP
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.guards.preemption import (
-    StopPendingError,
     raise_if_stop_pending,
     read_evaluation,
     stop_if_agreed,

@@ -12,6 +12,7 @@ from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import PROMPTS, PromptedJudge, compute_win_rate
 from recipes_lib.training.collectives import compute_on_main
 from recipes_lib.training.evaluation.user_metrics import describe_metric
+from recipes_lib.training.guards.preemption import agreeing_on_stop
 
 
 class JudgePreference(evaluate.Metric):  # type: ignore[misc]
@@ -54,7 +55,10 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         return describe_metric("Win rate by a judge.", "prompts", "predictions", "references")
 
     def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
-        return compute_on_main(lambda: self._judge_all(prompts, predictions, references))
+        figures: dict[str, float] = {}
+        with agreeing_on_stop():
+            figures |= compute_on_main(lambda: self._judge_all(prompts, predictions, references))
+        return figures
 
     def _judge_all(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
         questions = [Question(str(at), None, (), [prompt]) for at, prompt in enumerate(prompts)]

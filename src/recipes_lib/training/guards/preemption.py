@@ -11,7 +11,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.inference import RandomStates
-from recipes_lib.stopping import STOP
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.collectives import gather_objects, is_any
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -41,10 +41,6 @@ def build_preemption() -> PreemptedError:
     return PreemptedError(reason if len(reasons) == 1 else f"{reason} on rank {rank}")
 
 
-class StopPendingError(Exception):
-    """Ends a computation without collectives on this process; the ranks agree to stop at the next collective point."""
-
-
 def raise_if_stop_pending() -> None:
     """Report progress to the watchdog, and raise on a stop request; for computations without collectives.
 
@@ -55,8 +51,7 @@ def raise_if_stop_pending() -> None:
         StopPendingError: A stop request is pending during training.
     """
     WATCHDOG.beat()
-    if STOP.is_deferred and STOP.reason is not None:
-        raise StopPendingError
+    STOP.raise_if_pending()
 
 
 @contextmanager
