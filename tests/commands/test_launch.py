@@ -221,7 +221,7 @@ def test_fp8_is_verified_before_accelerate_refuses_it(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("accelerate has started the recipe"))
-    with pytest.raises(ConfigError, match="fp8 needs a GPU of compute capability 8.9 or higher"):
+    with pytest.raises(ConfigError, match=r"fp8 needs a GPU of compute capability 8\.9 or higher"):
         launching.main(["--config", "recipes/configs/llama2-70b/pretrain.yaml", "--hardware", "fp8"])
 
 

@@ -74,7 +74,10 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         [({"bf16": True}, DDP), ({}, launch("MULTI_GPU", precision="fp16"))],
     ),
     (({"fp16": True}, DDP), [({"fp16": True}, launch("MULTI_GPU", precision="no")), ({}, DDP)]),
-    (({"fp16": True}, launch("NO", precision="fp8")), [({"bf16": value}, launch("NO", precision="fp8")) for value in (False, True)]),
+    (
+        ({"fp16": True}, launch("NO", precision="fp8")),
+        [({"bf16": value}, launch("NO", precision="fp8")) for value in (False, True)],
+    ),
     (({"bf16": False}, DDP), [({"bf16": False}, launch("MULTI_GPU", precision="no"))]),
     (({"fp16": False}, launch("NO", precision="fp16")), [({"fp16": False}, DDP)]),
     (
