@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -542,9 +543,11 @@ class SpanFinder:
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that the spans of every trained message contain its content and its tool calls, and one end."""
+        turns: defaultdict[int, str] = defaultdict(str)
+        for owner, start, end in targets.spans:
+            turns[owner] += targets.text[start:end]
         for index in sorted(trained):
-            message = _list_messages(row)[index]
-            turn = "".join([targets.text[start:end] for owner, start, end in targets.spans if owner == index])
+            message, turn = _list_messages(row)[index], turns[index]
             texts = find_texts(message)
             if any(end in turn[:-1] for end in self._ends):  # Without the last character, as every turn ends with one.
                 written = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]

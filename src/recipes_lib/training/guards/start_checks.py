@@ -222,15 +222,10 @@ class StartChecks(TrainerCallback):
                 self._faults = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Verify ``MAX_STEPS`` steps after the warm-up that weights have changed."""
-        if state.global_step >= args.get_warmup_steps(state.max_steps) + MAX_STEPS:
-            self._verify_changed(kwargs["model"], state.global_step)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Verify it in a shorter run; the learning rate of the first step may be 0."""
-        if state.global_step > 1:
+        """Verify ``MAX_STEPS`` steps after the warm-up, or after the last step, that weights have changed."""
+        last = min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps)
+        # The learning rate of the first step may be 0.
+        if state.global_step >= max(last, 2):
             self._verify_changed(kwargs["model"], state.global_step)
 
     def _verify_changed(self, model: nn.Module, num_steps: int) -> None:
