@@ -52,6 +52,7 @@ def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys):
     (problem,) = caught.value.problems
     assert problem.remedy
     assert constants.HF_HUB_OFFLINE
+    assert datasets.config.HF_HUB_OFFLINE, "a copy of the constant"
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{constants.ENDPOINT} does not answer (ConnectError): only cached models and data can be used"]
 
