@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -49,6 +50,17 @@ def test_lost_main_process_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "rendezvous", reset)
     with pytest.raises(LostPeerError, match="another process ended: see its output"):
         collectives.is_true_on_main(False)
+
+
+def test_values_of_main_process_are_those_of_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = distributed.HashStore()
+    found = []
+    # Rank 0 is ahead of rank 1 by a call.
+    for rank in range(2):
+        monkeypatch.setattr(collectives, "_CALLS", itertools.count())
+        monkeypatch.setattr(collectives, "rendezvous", lambda _, rank=rank: iter([(store, rank, 2)]))
+        found.append([collectives.is_true_on_main(value) for value in (True, False)])
+    assert found == [[True, False]] * 2
 
 
 def refuse() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
@@ -18,7 +19,8 @@ from recipes_lib.stopping import StopPendingError
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
-_MAIN_VALUE: Final = "recipes_lib/is_true_on_main"
+_CALLS: Final = itertools.count()
+"""Numbers the calls of ``is_true_on_main`` of this process, which are equally many on all ranks."""
 
 
 def is_distributed() -> bool:
@@ -85,9 +87,11 @@ def is_true_on_main(value: bool) -> bool:
         return broadcast_object(value)
     try:
         store, rank, _ = next(rendezvous("env://"))
+        # With one key for all calls, a rank could read the value of an earlier one.
+        key = f"recipes_lib/is_true_on_main/{next(_CALLS)}"
         if rank == 0:
-            store.set(_MAIN_VALUE, str(value))
-        return bool(store.get(_MAIN_VALUE).decode() == str(True))
+            store.set(key, str(value))
+        return bool(store.get(key).decode() == str(True))
     except RuntimeError as error:  # The errors of the store.
         raise LostPeerError(explain_lost_connection(error) or f"the store of the launcher failed: {error}") from error
 

@@ -29,7 +29,14 @@ from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, pla
 from recipes_lib.errors import ConfigError, Problem
 
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
-_PACE = ("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "adam_beta2")
+_LEARNING_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "num_train_epochs",
+    "weight_decay",
+    "adam_beta2",
+)
 """Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
     *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
@@ -219,7 +226,7 @@ class _Rewriter:
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
-        left_out = [self.table.keys[name] for name in _PACE if name not in self.taken | self.overruled]
+        left_out = [self.table.keys[name] for name in _LEARNING_KEYS if name not in self.taken | self.overruled]
         if absent := [f"`{key.name}` ({key.default}, {key.upstream_default})" for key in left_out if key.reason]:
             what = f"the file has no {', '.join(absent)}: in parentheses are the defaults, here and upstream"
             self.changes.append(Change(0, what, by_hand=True))
