@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import pytest
 
 from recipes_lib.errors import DataError
 from recipes_lib.planning import scaling
-from recipes_lib.planning.scaling import PUBLISHED, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.scaling import PUBLISHED, Fit, Law, Run, fit_curve, fit_isoflops, fit_law
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
 
@@ -121,3 +122,38 @@ def test_law_without_a_term_has_optimum_at_boundary(law, size, tokens) -> None:
     found = law.find_optimum(1e21)
     assert (found.num_parameters, found.num_tokens) == (size, tokens)
     assert law.find_overtrained(2.5, 1e9) >= 0
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "loss"])
+def test_expected_curve_is_that_of_runs_whose_curves_collapse(metric) -> None:
+    """Reducible losses are a power of the share of the steps, times those at the end, within 1 % from run to run."""
+    law = BESIROGLU
+    runs = [Run(size, 20 * size, 0.0) for size in (1e7, 3e7, 1e8)]
+
+    def draw(run: Run, factor: float) -> list[tuple[float, float]]:
+        rest = law.compute_loss(*run[:2]) - law.irreducible
+        return [(step / 200, law.irreducible + rest * factor * (step / 200) ** -0.3) for step in range(1, 201)]
+
+    curves = [draw(run, factor) for run, factor in zip(runs, (0.99, 1.0, 1.01), strict=True)]
+    larger = Run(1e9, 2e10, 0.0)
+    found = Fit(law, [], 1e17, fit_curve(law, runs, curves, metric)).predict_curve(larger)
+    assert (found.metric, found.shares[0], found.shares[-1]) == (metric, 0.05, 1.0)
+    for share, loss in draw(larger, 1.0)[19::20]:
+        if metric == "loss":
+            loss = np.mean([value for at, value in draw(larger, 1.0) if share - 0.05 < at <= share])
+        low, high = found.find_band(share)
+        rest = loss - law.irreducible
+        assert (low, high) == pytest.approx((law.irreducible + 0.99 * rest, law.irreducible + 1.01 * rest))
+        assert np.interp(share, found.shares, found.losses) == pytest.approx(loss)
+    assert found.find_band(0.04) is None
+
+
+def test_expected_curve_starts_where_all_runs_have_losses_and_has_interval_of_law() -> None:
+    law, wider = BESIROGLU, dataclasses.replace(BESIROGLU, irreducible=BESIROGLU.irreducible + 0.1)
+    runs = [Run(1e7, 2e8, 0.0), Run(3e7, 6e8, 0.0)]
+    curves = [[(start, 4.0), (1.0, law.compute_loss(*run[:2]))] for start, run in zip((0.1, 0.3), runs, strict=True)]
+    found = Fit(law, [law, wider], 1e17, fit_curve(law, runs, curves, "eval_loss")).predict_curve(Run(1e8, 2e9, 0.0))
+    assert found.shares[0] == 0.3
+    loss = law.compute_loss(1e8, 2e9)
+    assert found.find_band(1.0) == pytest.approx((loss + 0.005, loss + 0.095))
+    assert Fit(law, [], 1e17).predict_curve(runs[0]) is None

@@ -27,7 +27,7 @@ REFERENCES: Final = (
 VARIABLE: Final = re.compile(r"\$[\w{]")
 NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
 _OUTPUTS = ("output_dir", "prepared_dir")
-PATH_KEYS: Final = (*REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
+PATH_KEYS: Final = (*REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", "expected_curve", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
 
 
@@ -62,7 +62,7 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
         yield from check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
     for name, entry in (settings["eval_datasets"] or {}).items():
         yield from check_reference(settings.where("eval_datasets"), f"eval_datasets.{name}", entry["name"])
-    for key in ("replay_from", "dataset_test_split", "chat_template_path"):
+    for key in ("replay_from", "dataset_test_split", "chat_template_path", "expected_curve"):
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:

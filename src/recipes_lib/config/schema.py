@@ -240,6 +240,8 @@ class PretrainingConfig:
     """Mixture weights by phase: a list of ``{start_tokens, weights}``, with weights in the mixture's order."""
     max_tokens: int | None = None
     """Length of the run in tokens, instead of ``max_steps`` or ``num_train_epochs``."""
+    expected_curve: str | None = None
+    """File of ``recipes scale predict --output``; the run warns when its loss leaves the band. Unset: no comparison."""
     decay_embeddings: bool = True
     """Apply ``weight_decay`` to embeddings; biases and norms never decay."""
 

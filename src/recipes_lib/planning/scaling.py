@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,9 @@ _MIN_RUNS: Final = 6
 _BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
 """Bounds of the fit: no negative exponents, with which noise of few runs would reverse an extrapolation."""
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
+
+_NUM_SHARES: Final = 20
+"""Number of shares of a run's steps at which the loss curves of runs are compared."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -126,6 +129,31 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedCurve:
+    """Expected loss of a run over its steps, in nats per token, with a band.
+
+    Attributes:
+        metric: ``eval_loss``, or ``loss``, compared by ``average_recent``.
+        shares: Shares of the steps, ascending; the last is 1.
+        losses: Expected loss at each share.
+        low: Lower end of the band.
+        high: Upper end of the band.
+    """
+
+    metric: str
+    shares: Sequence[float]
+    losses: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+    def find_band(self, share: float) -> tuple[float, float] | None:
+        """Return the ends of the band at a share of the steps; ``None`` before the first known share."""
+        if share < self.shares[0]:
+            return None
+        return float(np.interp(share, self.shares, self.low)), float(np.interp(share, self.shares, self.high))
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """A law fitted to the user's runs.
 
@@ -133,11 +161,13 @@ class Fit:
         law: Best fit to all runs.
         resampled: Fits to resampled runs, whose spread gives intervals; empty for published laws.
         max_flops: Training FLOPs of the largest run.
+        curve: Course of the loss, from ``fit_curve``; ``None`` for published laws.
     """
 
     law: Law
     resampled: Sequence[Law]
     max_flops: float
+    curve: Mapping[str, Any] | None = None
 
     def compute_interval(self, read: Any) -> tuple[float, float] | None:
         """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without them."""
@@ -145,6 +175,16 @@ class Fit:
             return None
         low, high = np.percentile([read(law) for law in self.resampled], _INTERVAL)
         return float(low), float(high)
+
+    def predict_curve(self, run: Run) -> ExpectedCurve | None:
+        """Return the expected curve of a run; its band has the interval of the last loss and the spread of the runs."""
+        if self.curve is None:
+            return None
+        loss, rest = self.law.compute_loss(*run[:2]), self.law.irreducible
+        low, high = self.compute_interval(lambda law: law.compute_loss(*run[:2])) or (loss, loss)
+        ends = {"losses": (loss, "mean"), "low": (low, "smallest"), "high": (high, "largest")}
+        lines = {name: [rest + (end - rest) * at for at in self.curve[of]] for name, (end, of) in ends.items()}
+        return ExpectedCurve(self.curve["metric"], self.curve["shares"], **lines)
 
 
 def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> Fit:
@@ -238,3 +278,49 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
         raise DataError(Problem("runs", "fewer than two budgets have three sizes", "train three sizes at two budgets"))
     at = [math.log(compute_training_flops(one.num_parameters, one.num_tokens)) for one in minima]
     return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima
+
+
+def average_recent(losses: Iterable[tuple[float, float]], share: float) -> float:
+    """Return the mean of the losses of the last 5 % of the run before ``share``; NaN without any.
+
+    Args:
+        losses: Share of the steps and training loss, descending by share; read to the first earlier one.
+        share: Share of the steps.
+    """
+    recent = [
+        loss
+        for at, loss in itertools.takewhile(lambda point: point[0] > share - 1 / _NUM_SHARES, losses)
+        if at <= share
+    ]
+    return float(np.mean(recent)) if recent else math.nan
+
+
+def fit_curve(
+    law: Law, runs: Sequence[Run], curves: Sequence[Sequence[tuple[float, float]]], metric: str
+) -> dict[str, Any]:
+    """Fit the course of the loss: the reducible loss at shares of the steps, relative to that of the law at the end.
+
+    Args:
+        law: Law fitted to ``runs``, whose last losses are spread around 1.
+        runs: Runs with the same schedule.
+        curves: Share of the steps and loss of each run, ascending by share.
+        metric: ``eval_loss``, interpolated, or ``loss``, averaged by ``average_recent``.
+
+    Returns:
+        ``metric``, ``shares``, and over the runs ``smallest``, ``mean`` and ``largest`` of each share.
+
+    Source: Qiu et al. 2025, "Scaling Collapse": curves of compute-optimal runs of all sizes coincide in these units.
+    """
+    shares = np.arange(1, _NUM_SHARES + 1) / _NUM_SHARES
+    rows = []
+    for run, curve in zip(runs, curves, strict=True):
+        if metric == "loss":
+            losses = np.array([average_recent(reversed(curve), share) for share in shares])
+        else:
+            at, values = zip(*curve, strict=True)
+            losses = np.interp(shares, at, values, left=math.nan)
+        rows.append((losses - law.irreducible) / (law.compute_loss(*run[:2]) - law.irreducible))
+    known = np.isfinite(rows).all(axis=0)
+    table = np.array(rows)[:, known]
+    spread = {"smallest": table.min(axis=0), "mean": table.mean(axis=0), "largest": table.max(axis=0)}
+    return {"metric": metric, "shares": shares[known].tolist()} | {name: row.tolist() for name, row in spread.items()}

@@ -232,7 +232,10 @@ def test_target_is_predicted_before_and_compared_after_training(recipe, scale, t
     stages = {stage.name: stage for stage in load_pipeline(folder / "pipeline.yaml").stages}
     assert [*stages][-4:] == ["law", "predicted", "target", "compared"]
     assert "predicted" in stages["target"].needs
+    assert f"--expected_curve {stages['predicted'].output}" in " ".join(stages["target"].argv)
     assert "runs/target" not in " ".join(stages["law"].words)
+    stages["predicted"].output.parent.mkdir()
+    stages["predicted"].output.touch()
     target = load_config("pretrain", stages["target"].argv)
     model = find_planned_model(target)
     assert (model.num_hidden_layers, model.num_attention_heads, model.hidden_size) == (4, 4, 64)
@@ -264,9 +267,14 @@ def test_target_is_predicted_before_and_compared_after_training(recipe, scale, t
 def test_prediction_counts_embeddings_like_its_law(runs, scale, tmp_path, counts) -> None:
     law, found = tmp_path / "new" / "law.json", tmp_path / "other" / "found.json"
     scale("fit", *runs, "--output", law, *([] if counts else ["--no_count_embeddings"]))
-    scale("predict", "--run", runs[0], "--fit", law, "--output", found)
+    output = scale("predict", "--run", runs[0], "--fit", law, "--output", found)
     size = read_scaling_run(runs[0], counts_embeddings=counts).num_parameters
-    assert json.loads(found.read_text())["num_parameters"] == size
+    record = json.loads(found.read_text())
+    assert record["num_parameters"] == size
+    # Evaluated at half of the steps first.
+    assert record["curve"]["shares"][0] == 0.5
+    assert record["curve"]["losses"][-1] == pytest.approx(record["predicted"], rel=1e-3)
+    assert re.search(rf"at 50% +{record['curve']['losses'][0]:.4g} .band: ", output)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 import operator
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,17 @@ from recipes_lib.planning.compute import (
     compute_training_flops,
     find_planned_model,
 )
-from recipes_lib.planning.scaling import FEWEST, MAX_EXTRAPOLATION, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
+from recipes_lib.planning.scaling import (
+    FEWEST,
+    MAX_EXTRAPOLATION,
+    PUBLISHED,
+    Fit,
+    Law,
+    Run,
+    fit_curve,
+    fit_isoflops,
+    fit_law,
+)
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
@@ -44,6 +54,8 @@ _POOR_FIT: Final = 0.02
 """Relative error of a loss above which a fit is reported as poor; seeds differ by less."""
 _LEAST_EXPONENT: Final = 0.01
 """Exponent below which a law does not depend on its variable."""
+_SHOWN_SHARES: Final = (0.1, 0.25, 0.5, 0.75)
+"""Shares of the steps of an expected curve that are shown."""
 _TARGET: Final = "target"
 """Name of the stage and of the file of the run that is predicted."""
 
@@ -146,7 +158,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
         fitted = "--fit ${law.output}"
         command = f"scale predict --config ${{here}}/{_TARGET}.yaml {fitted} --output {before}"
         stages["predicted"] = {"command": command, "output": before}
-        stages[_TARGET] = target | {"needs": ["predicted"]}
+        stages[_TARGET] = target | {"set": {"expected_curve": "${predicted.output}"}}
         run = f"${{{_TARGET}.output}}"
         stages["compared"] = {"command": f"scale predict --run {run} {fitted} --output {after}", "output": after}
     pipeline = {"output_dir": str(folder / "runs"), "stages": stages}
@@ -213,6 +225,7 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     if problems:
         raise DataError(*problems)
     fit = fit_law(runs)
+    fit = dataclasses.replace(fit, curve=fit_curve(fit.law, runs, *_read_curves(options.runs)))
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     _write_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
@@ -229,6 +242,18 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     except DataError as error:
         yield "IsoFLOP", error.problems[0].found
     yield "written to", str(options.output)
+
+
+def _read_curves(folders: Sequence[Path]) -> tuple[list[list[tuple[float, float]]], str]:
+    """Return share of the steps and loss of each run, and the metric: held-out losses, if all runs have them."""
+    read = [read_run(folder) for folder in folders]
+    metric = "eval_loss" if all(run.evaluations for run in read) else "loss"
+    curves = []
+    for run in read:
+        points = read_curve(run.evaluations if metric == "eval_loss" else run.train, metric)
+        # Without the one of step 0: no line from there to the next evaluation is near the curve.
+        curves.append([(step / run.train[-1]["step"], loss) for step, loss in points if step])
+    return curves, metric
 
 
 def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
@@ -276,6 +301,11 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
         yield name, ""
         yield "  loss", _format(fit, lambda law: law.compute_loss(*run[:2]))
         yield from _describe_reach(fit, run.num_flops)
+        if curve := fit.predict_curve(run):
+            record["curve"] = dataclasses.asdict(curve)
+            for share, *values in zip(curve.shares, curve.losses, curve.low, curve.high, strict=True):
+                if share in _SHOWN_SHARES:
+                    yield f"  at {share:.0%}", "{:.4g} (band: {:.4g} to {:.4g})".format(*values)
         if options.run:
             record |= {"error": (error := loss / run.loss - 1), "measured": run.loss}
             place = "in" if interval and interval[0] <= run.loss <= interval[1] else "outside of"
@@ -324,7 +354,8 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
         return Law(**{name: float(value) for name, value in values.items()})
 
     try:
-        fit = Fit(build(record["law"]), [build(law) for law in record["resampled"]], record["max_flops"])
+        laws = [build(law) for law in record["resampled"]]
+        fit = Fit(build(record["law"]), laws, record["max_flops"], record.get("curve"))
     except (AttributeError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error

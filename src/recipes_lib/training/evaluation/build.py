@@ -26,6 +26,7 @@ from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.task_scores import build_task_scores
 from recipes_lib.training.evaluation.user_metrics import load_metrics
+from recipes_lib.training.guards.expected_curve import build_expected_curve
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
 from recipes_lib.training.monitoring.callbacks import EarlyStopping, EvaluationHook, MetricsCallback, Observer
@@ -133,6 +134,7 @@ def build_observer(
         *task_scores,  # First: they make evaluations due, to which MetricsCallback reacts.
         MetricsCallback(counter, meter, writer, progress, counting_group),
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
+        *build_expected_curve(config, writer, progress),
     ]
     return Observer(counter, hooks, callbacks, progress, config.guards)
 

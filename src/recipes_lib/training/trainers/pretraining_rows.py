@@ -19,6 +19,7 @@ from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.schedule import PretrainingPlan, plan_pretraining
+from recipes_lib.training.guards.expected_curve import verify_expected_curve
 
 _EXAMPLE_TOKENS: Final = 1 << 16
 """Tokens of a held-out source that are searched for example documents."""
@@ -73,7 +74,9 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
         world_size: Number of data-parallel ranks.
 
     Raises:
-        ConfigError: The schedule does not fit into the run, or two held-out sets have the same name.
+        ConfigError: The schedule does not fit into the run, or two held-out sets have the same name; or as
+            ``verify_expected_curve``.
+        DataError: As ``verify_expected_curve``.
     """
     assert config.tokens.max_length is not None
     num_windows = [source.num_tokens // config.tokens.max_length for source in tokens.train]
@@ -82,6 +85,7 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     rows_per_epoch = round(sum(num_windows[:num_own]) / sum(tokens.weights[:num_own]))
     plan = plan_pretraining(config, world_size, num_windows=rows_per_epoch, weights=tokens.weights)
     order = RowOrder(num_windows, plan.phases, seed=read_seed(config))
+    verify_expected_curve(config, plan.num_tokens, has_eval=bool(tokens.eval or tokens.eval_sets))
     isolated = not config.pretraining.cross_document_attention
     num_documents = sum(source.num_documents for source in tokens.train)
     num_tokens = sum(source.num_tokens for source in tokens.train)
