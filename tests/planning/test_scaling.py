@@ -124,6 +124,45 @@ def test_law_without_a_term_has_optimum_at_boundary(law, size, tokens) -> None:
     assert law.find_overtrained(2.5, 1e9) >= 0
 
 
+def test_repeated_data_lose_value_as_published() -> None:
+    """Muennighoff et al. 2023: figure 1 (25e9 different tokens), and nearly full value of four epochs."""
+    law = Law(1.87, 521.0, 1488.0, 0.353, 0.353)
+    best, worth = law.find_repeated_optimum(9.3e21, 25e9)
+    assert (best.num_parameters, best.num_tokens) == pytest.approx((6.34e9, 242e9), rel=0.1)
+    plain = law.find_optimum(9.3e21)
+    assert (plain.num_parameters, plain.num_tokens) == pytest.approx((8.67e9, 178e9), rel=0.05)
+    assert plain.loss < best.loss < law.compute_loss(plain.num_parameters, 25e9)
+    assert 25e9 < worth < best.num_tokens
+    enough, worth = law.find_repeated_optimum(9.3e21, 1e30)
+    assert enough == pytest.approx(plain, rel=1e-3)
+    assert worth == pytest.approx(enough.num_tokens)
+
+
+@pytest.mark.parametrize(("epochs", "worth"), [(1, 1.0), (4, 3.73), (16, 10.6), (1000, 16.39)])
+def test_worth_of_epochs(epochs, worth) -> None:
+    """``1 + R* (1 - exp(-(epochs - 1) / R*))`` different epochs, by hand."""
+    assert scaling._discount(epochs * 1e9, 1e9, 15.39) == pytest.approx(worth * 1e9, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("flops", "rate", "batch"), [(6 * 6.9e9 * 2e12, 4.2e-4, 2304 * 4096), (8e23, 3.2e-4, 4608 * 4096)]
+)
+def test_rate_and_batch_are_those_of_deepseek_llm(flops, rate, batch) -> None:
+    """Bi et al. 2024, table 2: 7B and 67B on 2e12 tokens."""
+    assert scaling.suggest_rate(flops) == pytest.approx(rate, rel=0.03)
+    assert scaling.suggest_batch(flops) == pytest.approx(batch, rel=0.03)
+    assert scaling.suggest_rate(1e12) == scaling.suggest_rate(1e17)
+
+
+def test_power_law_is_that_of_the_longest_run_of_each_size() -> None:
+    runs = [
+        Run(size, ratio * size, (8.8e13 / size) ** 0.076 / ratio**0.1 * 80**0.1)
+        for size in (1e6, 1e7, 1e8)
+        for ratio in (80, 20)
+    ]
+    assert scaling.fit_power(runs) == pytest.approx((8.8e13, 0.076))
+
+
 @pytest.mark.parametrize("metric", ["eval_loss", "loss"])
 def test_expected_curve_is_that_of_runs_whose_curves_collapse(metric) -> None:
     """Reducible losses are a power of the share of the steps, times those at the end, within 1 % from run to run."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import minimize, minimize_scalar
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.planning.compute import FLOPS_PER_TOKEN, compute_training_flops
@@ -18,6 +18,8 @@ MAX_EXTRAPOLATION: Final = 10.0
 """Largest extrapolation of a law without an interval, in FLOPs of the largest run."""
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
+_LEAST_FLOPS: Final = 1e17
+"""Smallest compute budget that the laws of learning rate and batch were fitted to."""
 FEWEST: Final = 3
 """Number of model sizes, and of numbers of tokens, that a law needs."""
 _MIN_RUNS: Final = 6
@@ -25,6 +27,10 @@ _BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
 """Bounds of the fit: no negative exponents, with which noise of few runs would reverse an extrapolation."""
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
 
+_DATA_DECAY: Final = 15.39
+"""``R*_D``: repetitions after which a token has lost most of its value. Source: Muennighoff et al. 2023, section 6."""
+_SIZE_DECAY: Final = 5.31
+"""``R*_N``: the same for parameters beyond the optimum of the different tokens."""
 _NUM_SHARES: Final = 20
 """Number of shares of a run's steps at which the loss curves of runs are compared."""
 
@@ -95,6 +101,41 @@ class Law:
             return math.inf
         log_tokens = math.log(max(self.token_factor / rest, 1e-300)) / self.token_exponent
         return math.exp(log_tokens) if log_tokens < 700 else math.inf
+
+    def find_repeated_optimum(self, num_flops: float, num_unique: float) -> tuple[Optimum, float]:
+        """Return the optimum if data are repeated, and how many tokens of new data are worth as much as its tokens.
+
+        The law needs both of its terms.
+
+        Args:
+            num_flops: Training FLOPs.
+            num_unique: Number of different tokens.
+
+        Source: Muennighoff et al. 2023, equations 5 to 8. Their decay, fitted to repeated C4, is used for every law.
+        """
+        alpha, beta = self.size_exponent, self.token_exponent
+        # Optimal parameters for the different tokens: equal marginal gains, as in `find_optimum`.
+        log_suited = (
+            math.log(alpha * self.size_factor / (beta * self.token_factor)) + beta * math.log(num_unique)
+        ) / alpha
+        suited = math.exp(min(max(log_suited, -200.0), 200.0))
+
+        def weigh(log_size: float) -> tuple[float, float]:
+            size = math.exp(log_size)
+            tokens = num_flops / FLOPS_PER_TOKEN / size
+            return _discount(size, suited, _SIZE_DECAY), _discount(tokens, num_unique, _DATA_DECAY)
+
+        middle = math.log(self.find_optimum(num_flops).num_parameters)
+        bounds = middle - 10, middle + 10
+        best = minimize_scalar(lambda log_size: self.compute_loss(*weigh(log_size)), bounds=bounds, method="bounded")
+        size = math.exp(best.x)
+        return Optimum(size, num_flops / FLOPS_PER_TOKEN / size, float(best.fun)), weigh(best.x)[1]
+
+
+def _discount(number: float, num_different: float, decay: float) -> float:
+    """Return the worth of ``number`` tokens or parameters, of which ``num_different`` have their full value."""
+    repeats = max(number / num_different - 1, 0.0)
+    return min(number, num_different) + num_different * decay * -math.expm1(-repeats / decay)
 
 
 def _compute_term(factor: float, number: float, exponent: float) -> float:
@@ -324,3 +365,30 @@ def fit_curve(
     table = np.array(rows)[:, known]
     spread = {"smallest": table.min(axis=0), "mean": table.mean(axis=0), "largest": table.max(axis=0)}
     return {"metric": metric, "shares": shares[known].tolist()} | {name: row.tolist() for name, row in spread.items()}
+
+
+def fit_power(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return ``(N_c, alpha)`` of ``L = (N_c / N)^alpha``, fitted to the longest run of each size.
+
+    Such a law holds as long as the tokens do not limit the loss.
+
+    Source: Kaplan et al. 2020, equation 1.1, whose parameters are without embeddings.
+    """
+    longest = {run.num_parameters: run.loss for run in sorted(runs, key=lambda run: run.num_tokens)}
+    slope, start = np.polyfit(np.log([*longest]), np.log([*longest.values()]), 1)
+    return math.exp(min(-start / slope, 700.0)), -float(slope)
+
+
+def suggest_rate(num_flops: float) -> float:
+    """Return the best learning rate of AdamW, ``0.3118 C^-0.125``, with ``C`` at least ``_LEAST_FLOPS``.
+
+    Extrapolated to 1e12 FLOPs, the law would give twice the best rate (``benchmarks/scaling_study.py``).
+
+    Source: Bi et al. 2024 (DeepSeek LLM), equation 1.
+    """
+    return 0.3118 * math.pow(max(num_flops, _LEAST_FLOPS), -0.125)
+
+
+def suggest_batch(num_flops: float) -> float:
+    """Return the best batch in tokens, ``0.2920 C^0.3271``. Source: Bi et al. 2024 (DeepSeek LLM), equation 1."""
+    return 0.2920 * math.pow(num_flops, 0.3271)

@@ -71,6 +71,7 @@ def test_fit_recovers_law_and_extrapolates_far_only_with_interval(runs, scale, t
     law = tmp_path / "law.json"
     output = scale("fit", *runs, "--output", law)
     assert "IsoFLOP         fewer than two budgets have three sizes" in output
+    assert re.search(r"power law +L = \(\S+ / N\)\^0\.\d+ by the longest run", output)
     assert float(re.search(r"size exponent +([\d.]+)", output)[1]) == pytest.approx(0.3478, abs=0.003)
     size = read_scaling_run(runs[-1]).num_parameters
     output = scale("predict", "--parameters", 2 * size, "--tokens", 100 * size, "--fit", law)
@@ -178,6 +179,18 @@ def test_both_published_laws_are_reported(scale) -> None:
     assert "Besiroglu et al. 2024" in first
     assert "18.4 per parameter" in first
     assert "92.6 per parameter" in second
+
+
+def test_budget_of_money_buys_flops_and_repeated_data_change_the_optimum(scale) -> None:
+    output = scale("plan", "--budget", "$500", "--gpu", "H100", "--price_per_gpu_hour", 2.5, "--mfu", "40%")
+    assert "200.0 GPU hours of H100, 9.89e+14 FLOP/s at 40% MFU" in " ".join(output.split())
+    assert f"operations      {200 * 3600 * 989e12 * 0.4:.3g}" in output
+    assert "repeated" not in output
+    output = scale("plan", "--flops", 9.3e21, "--unique_tokens", "25B")
+    parameters, tokens = re.findall(r"repeated data (\S+) parameters, (\S+) tokens", output)[0]
+    assert 6 * float(parameters) * float(tokens) == pytest.approx(9.3e21, rel=1e-3)
+    assert f"{float(tokens) / 25e9:.3g} epochs, worth " in output
+    assert "learning rate 0.00056, batch of 4.5e+06 tokens" in " ".join(output.split())
 
 
 def test_run_with_many_steps_of_one_process_is_predicted(scale) -> None:
@@ -306,6 +319,11 @@ def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
     ("flags", "words"),
     [
         (["plan", "--flops", "-1"], "write a finite number > 0"),
+        (["plan"], "neither FLOPs nor budget, GPU and price are given"),
+        (["plan", "--budget", "500", "--gpu", "H100"], "neither FLOPs nor budget, GPU and price are given"),
+        (["plan", "--budget", "500"], "--budget: needs --gpu"),
+        (["plan", "--flops", "1e20", "--gpu", "H100"], "--gpu: needs --budget"),
+        (["plan", "--budget", "500", "--gpu", "80GB", "--price_per_gpu_hour", "2"], "the peak of '80GB' is not known"),
         (["predict", "--parameters", "1e6"], "--parameters: needs --tokens"),
         (["predict"], "write --parameters and --tokens, --config or --run"),
         (["predict", "--run", "a", "--config", "b"], "--config: excludes --run"),

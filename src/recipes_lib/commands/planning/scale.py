@@ -31,6 +31,7 @@ from recipes_lib.planning.compute import (
     compute_training_flops,
     find_planned_model,
 )
+from recipes_lib.planning.devices import TORCHTITAN, Kind, choose_device
 from recipes_lib.planning.scaling import (
     FEWEST,
     MAX_EXTRAPOLATION,
@@ -41,6 +42,9 @@ from recipes_lib.planning.scaling import (
     fit_curve,
     fit_isoflops,
     fit_law,
+    fit_power,
+    suggest_batch,
+    suggest_rate,
 )
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
@@ -48,8 +52,6 @@ from recipes_lib.report.run_files import read_curve, read_number, read_run
 PIPELINE_FILE: Final = "pipeline.yaml"
 _WARMUP: Final = 0.05
 """Default warm-up, as a share of the steps."""
-_LEAST_FLOPS: Final = 1e17
-"""Smallest compute budget that the law of learning rates was fitted to."""
 _POOR_FIT: Final = 0.02
 """Relative error of a loss above which a fit is reported as poor; seeds differ by less."""
 _LEAST_EXPONENT: Final = 0.01
@@ -183,8 +185,7 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     """Return the keys of a run of a sweep, and its number of parameters.
 
     The depth determines all sizes: as many heads as layers, and an MLP of 8/3 of the width. The learning rate is
-    ``0.3118 C^-0.125`` for AdamW, where ``C`` is at least ``_LEAST_FLOPS``: extrapolated to 1e12 FLOPs, the law would
-    give twice the best rate. Source: Bi et al. 2024 (DeepSeek LLM), equation 1; ``benchmarks/scaling_study.py``.
+    that of ``suggest_rate``.
     """
     assert base.model.model_config is not None
     record = {"stage": "pretrain", "config": flatten_config(base), "provenance": base.provenance}
@@ -200,7 +201,7 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
     size = compute_model_size(find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = 0.3118 * max(compute_training_flops(size, ratio * size), _LEAST_FLOPS) ** -0.125
+    rate = suggest_rate(compute_training_flops(size, ratio * size))
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -241,6 +242,8 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
         yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
     except DataError as error:
         yield "IsoFLOP", error.problems[0].found
+    scale, exponent = fit_power(runs)
+    yield "power law", f"L = ({scale:.3g} / N)^{exponent:.3f} by the longest run of each size"
     yield "written to", str(options.output)
 
 
@@ -257,23 +260,58 @@ def _read_curves(folders: Sequence[Path]) -> tuple[list[list[tuple[float, float]
 
 
 def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
-    yield "operations", f"{options.flops:.3g}"
+    """Yield the optimum for FLOPs or a budget of money, also for repeated data, with learning rate and batch.
+
+    Raises:
+        ConfigError: Both or neither are given, the GPU is unknown or the price missing; or as ``_list_fits`` and
+            ``_describe_reach``.
+    """
+    flops = options.flops
+    if flops is None:
+        flops, source = _buy_flops(options)
+        yield "budget", source
+    yield "operations", f"{flops:.3g}"
     for name, fit in _list_fits(options.fit):
-        best = fit.law.find_optimum(options.flops)
+        best = fit.law.find_optimum(flops)
         yield name, ""
-        yield from _describe_reach(fit, options.flops)
+        yield from _describe_reach(fit, flops)
         if math.isnan(best.loss):
             yield "", "no optimum: its loss depends on only one of parameters and tokens"
             continue
-        yield "  parameters", _format(fit, lambda law: law.find_optimum(options.flops).num_parameters)
-        yield "  tokens", _format(fit, lambda law: law.find_optimum(options.flops).num_tokens)
+        yield "  parameters", _format(fit, lambda law: law.find_optimum(flops).num_parameters)
+        yield "  tokens", _format(fit, lambda law: law.find_optimum(flops).num_tokens)
         yield "", f"{best.num_tokens / best.num_parameters:.1f} per parameter"
-        yield "  loss", _format(fit, lambda law: law.find_optimum(options.flops).loss)
+        yield "  loss", _format(fit, lambda law: law.find_optimum(flops).loss)
         half = best.num_parameters / 2
         tokens = fit.law.find_overtrained(best.loss, half)
         yield "  half the size", f"{half:.4g} parameters reach it with {tokens:.4g} tokens"
-    size = (options.flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
+        if options.unique_tokens:
+            best, worth = fit.law.find_repeated_optimum(flops, options.unique_tokens)
+            epochs = max(best.num_tokens / options.unique_tokens, 1.0)
+            yield "  repeated data", f"{best.num_parameters:.4g} parameters, {best.num_tokens:.4g} tokens"
+            yield "", f"{epochs:.3g} epochs, worth {worth:.4g} tokens of new data; loss {best.loss:.4g}"
+    size = (flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
     yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
+    rate, batch = suggest_rate(flops), suggest_batch(flops)
+    yield "AdamW", f"learning rate {rate:.2g}, batch of {batch:.2g} tokens, by the laws of DeepSeek LLM (1e17 FLOPs on)"
+
+
+def _buy_flops(options: argparse.Namespace) -> tuple[float, str]:
+    """Return the FLOPs of ``--budget`` on ``--gpu``, and how they are counted.
+
+    Raises:
+        ConfigError: A flag is missing, or the GPU or its peak is unknown.
+    """
+    if options.budget is None or options.gpu is None or not options.price_per_gpu_hour:
+        remedy = "write --flops 1e21, or --budget $500 --gpu H100 --price_per_gpu_hour 2.5"
+        raise ConfigError(Problem("recipes scale plan", "neither FLOPs nor budget, GPU and price are given", remedy))
+    device = choose_device(options.gpu)
+    if not device.flops:
+        raise ConfigError(Problem("--gpu", f"the peak of {device.name!r} is not known", "write a name such as H100"))
+    mfu = options.mfu or Kind(compiles=True, uses_adapter=False).published
+    hours = options.budget / options.price_per_gpu_hour
+    text = f"{hours:,.1f} GPU hours of {device.name}, {device.flops:.3g} FLOP/s at {mfu:.0%} MFU"
+    return hours * 3600 * device.flops * mfu, text + ("" if options.mfu else f" (compiled, {TORCHTITAN})")
 
 
 def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
