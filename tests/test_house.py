@@ -85,7 +85,7 @@ def _closure(requirements: list[str]) -> dict[str, Requirement]:
 def test_imports_are_declared_dependencies(folder: str, own: set[str]) -> None:
     # tests/test_layers.py restricts the extras `corpus` and `eval` to their packages.
     # vLLM is installed before this project and not declared: docs/testing.md.
-    declared = _modules(PROJECT["dependencies"] + EXTRAS["corpus"] + EXTRAS["eval"]) | own | {"vllm"}
+    declared = _modules(PROJECT["dependencies"] + EXTRAS["corpus"] + EXTRAS["eval"]) | own | {"vllm", "pynvml"}
     assert find_undeclared(_read(folder), declared) == []
 
 

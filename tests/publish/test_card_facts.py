@@ -105,6 +105,10 @@ def test_effort_sums_devices():
     assert dict(describe_effort(facts, [])) == {"device": expected["device"]}
     best = {"kind": "best", "step": 4, "best_step": 3, "metric": "eval_loss"}
     assert next(describe_effort(facts, [*events, best])) == ("weights", "of step 3 of 4, the best by eval_loss")
+    events[1]["energy_joules"] = 3.6e6
+    measured = "8.00 kWh, measured on the main process's device, without the machine around it"
+    assert dict(describe_effort(facts, events))["energy"] == measured
+    del events[1]["energy_joules"]
     unknown = record(hardware={"device": "cpu"})
     assert "energy" not in dict(describe_effort(unknown, events))
     assert list(describe_effort(record(), [])) == []

@@ -304,7 +304,7 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
-    """Yield the step of the weights, device, training time, cost, tokens, FLOPs, and an upper bound of energy."""
+    """Yield the step of the weights, device, training time, cost, tokens, FLOPs, and energy or its upper bound."""
     last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
     best = next((event for event in reversed(events) if event.get("kind") == "best"), None)
     if best is not None:
@@ -325,13 +325,21 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
         yield "operations", f"{last['num_flops']:.3g} FLOP"
     if last.get("memory_bytes"):
         yield "peak memory", f"{last['memory_bytes'] / 1e9:.1f} GB on the main process"
+    yield from _describe_energy(last, str(hardware.get("device", "")), num_devices)
+
+
+def _describe_energy(last: Record, name: str, num_devices: int) -> Iterator[Row]:
+    """Yield the energy of a run as measured, or else its upper bound by the rated power of a known device."""
     # Imported here, because it imports torch, which `recipes publish --help` does not need.
     from recipes_lib.planning.devices import find_device
 
-    device = find_device(str(hardware.get("device", "")))
-    if hours and device and device.watts:
-        energy = hours * num_devices * device.watts / 1000
-        yield "energy", f"at most {energy:.2f} kWh: {device.watts} W a board, without the machine around it"
+    device, seconds = find_device(name), last.get("seconds", 0)
+    if joules := last.get("energy_joules"):
+        kwh = joules * num_devices / 3.6e6
+        yield "energy", f"{kwh:.2f} kWh, measured on the main process's device, without the machine around it"
+    elif seconds and device and device.watts:
+        kwh = seconds * num_devices * device.watts / 3.6e6
+        yield "energy", f"at most {kwh:.2f} kWh: {device.watts} W a board, without the machine around it"
 
 
 def list_curve(events: Sequence[Record], names: Collection[str]) -> list[Row]:

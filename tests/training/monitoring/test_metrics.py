@@ -6,7 +6,10 @@ import errno
 import json
 import math
 import os
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -193,3 +196,41 @@ def test_write_terminates_truncated_line(tmp_path):
 def test_memory_of_a_run_on_the_cpu_beside_a_gpu_is_that_of_the_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert read_peak_memory() > 2**20
+
+
+class NVMLError(Exception):
+    """The error of NVML."""
+
+
+def test_energy_is_that_of_training_and_of_a_gpu_that_measures_it(monkeypatch):
+    """By a stand-in of NVML, whose counter is 1 J a second of the clock; an evaluation of 60 s is left out."""
+    clock, counter = Clock(), StepCounter()
+    nvml = ModuleType("pynvml")
+    nvml.NVMLError, nvml.nvmlInit = NVMLError, lambda: None
+    nvml.nvmlDeviceGetHandleByUUID = {"GPU-1234": "device"}.__getitem__
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda device: 1000 * clock.now if device == "device" else None
+    nvml.__spec__ = ModuleSpec("pynvml", None)
+    meter = ThroughputMeter(counter, clock=clock)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1234"))
+
+    def train() -> dict[str, object]:
+        for seconds, trains in ((2, True), (60, False), (3, True)):
+            if trains:
+                meter.resume()
+            clock.now += seconds
+            meter.stop()
+        return meter.measure()
+
+    assert "energy_joules" not in train()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert train()["energy_joules"] == 5
+    meter.begin(10.0, 100.0)
+    assert train()["energy_joules"] == 105
+
+    def fail(device: str) -> float:
+        raise NVMLError
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = fail
+    meter.begin()
+    assert "energy_joules" not in train()

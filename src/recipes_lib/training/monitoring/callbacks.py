@@ -84,7 +84,7 @@ class MetricsCallback(TrainerCallback):
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self.counter.restore(counts)
-        self.meter.begin(counts["seconds"])
+        self.meter.begin(counts["seconds"], counts.get("joules", 0.0))
         # Written after the checkpoint, an evaluation of its step is repeated.
         is_evaluated = stored.get(EVALUATION_KEY, {}).get("last") == state.global_step
         self.writer.rewind(state.global_step, is_evaluated=is_evaluated)
@@ -101,7 +101,7 @@ class MetricsCallback(TrainerCallback):
             self.meter.stop()
             self.counter.synchronise(self.group)
             stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
+            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds, "joules": self.meter.joules}
 
     # For the ``epoch`` strategies of logging, evaluation and saving.
     on_epoch_end = on_step_end

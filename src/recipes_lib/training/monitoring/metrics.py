@@ -10,6 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,7 @@ class ThroughputMeter:
 
     Attributes:
         seconds: Training time in seconds as of the last ``stop``, including that before a resumption.
+        joules: Energy of this process's GPU during this time; 0 if it is not measured.
     """
 
     def __init__(
@@ -101,22 +104,23 @@ class ThroughputMeter:
         self._resumed_at: float | None
         self.begin()
 
-    def begin(self, seconds: float = 0.0) -> None:
-        """Start a window with the clock stopped at ``seconds``: 0, or the training time of a checkpoint."""
+    def begin(self, seconds: float = 0.0, joules: float = 0.0) -> None:
+        """Start a window with the clock stopped at ``seconds``: 0, or time and energy of a checkpoint."""
         counter = self._counter
-        self.seconds, self._resumed_at = seconds, None
+        self.seconds, self.joules, self._resumed_at = seconds, joules, None
         self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
 
     def stop(self) -> None:
         """Stop the clock."""
         if self._resumed_at is not None:
             self.seconds += self._clock() - self._resumed_at
+            self.joules += read_energy() - self._joules_before
             self._resumed_at = None
 
     def resume(self) -> None:
         """Start the clock."""
         if self._resumed_at is None:
-            self._resumed_at = self._clock()
+            self._resumed_at, self._joules_before = self._clock(), read_energy()
 
     def measure(self) -> dict[str, float | int | None]:
         """Return the metrics since the last call, by their names in ``metrics.jsonl``, and start a new window.
@@ -129,7 +133,7 @@ class ThroughputMeter:
         seconds = self.seconds - began
         num_tokens = counter.num_tokens - tokens_before
         num_targets = counter.num_targets - targets_before
-        self.begin(self.seconds)
+        self.begin(self.seconds, self.joules)
         mfu = None
         if self._flops and self._peak_flops and seconds:
             mfu = self._flops.total(num_tokens, num_targets) / (seconds * self._peak_flops)
@@ -143,7 +147,26 @@ class ThroughputMeter:
             "num_flops": self._flops.total(counter.num_tokens, counter.num_targets) if self._flops else None,
             "memory_bytes": read_peak_memory(),
             "seconds": self.seconds,
+            **({"energy_joules": self.joules} if self.joules else {}),
         }
+
+
+def read_energy() -> float:
+    """Return the energy that this process's GPU has used since its driver was loaded, in joules.
+
+    It is 0 without a GPU, without the package ``nvidia-ml-py``, and on GPUs that do not measure it.
+    """
+    # A run on the CPU beside a GPU must not initialise CUDA.
+    if not torch.cuda.is_initialized() or find_spec("pynvml") is None:  # type: ignore[no-untyped-call]
+        return 0.0
+    import pynvml
+
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()  # Counts references; cheap after the first call.
+        # By UUID: `CUDA_VISIBLE_DEVICES` renumbers the devices of torch, but not those of NVML.
+        device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000)
+    return 0.0
 
 
 def read_peak_memory() -> int:
