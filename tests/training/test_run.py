@@ -83,18 +83,18 @@ def test_auto_checkpointing_is_resolved_logged_and_recorded(tmp_path, capsys):
 
 
 def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
-    """Measured are the median step time and the peak memory of training events, without evaluations."""
+    """Measured are median step time and peak memory of training events, without evaluations, and the last loss."""
     planned = {"memory_bytes": 3, "step_seconds": 0.5}
     monkeypatch.setattr("recipes_lib.training.run.plan_run", lambda config, launch, name: planned)
     run = start_run(make_config(tmp_path), ONE)
     with run.recording_its_end():
         logged = [(2, 40.0, 5), (4, 41.0, 7), (6, 42.2, 6), (8, 43.6, 6)]
         events = [{"kind": "train", "step": step, "seconds": at, "memory_bytes": size} for step, at, size in logged]
-        events.append({"kind": "eval", "step": 8, "seconds": 90.0, "memory_bytes": 9})
+        events.append({"kind": "eval", "step": 8, "seconds": 90.0, "memory_bytes": 9, "eval_loss": 2.5})
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["planned"] == planned
-    assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6)}
+    assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6), "eval_loss": 2.5}
 
 
 def test_start_resumes_from_last_complete_checkpoint(tmp_path):

@@ -284,7 +284,8 @@ def _list_facts(facts: Record) -> list[tuple[str, str]]:
 
 def _compare_with_plan(facts: Record) -> Iterator[str]:
     sides = [facts.get(name) for name in ("planned", "measured")]
-    for name, unit, size in (("memory_bytes", "GB of memory", 1e9), ("step_seconds", "s a step", 1)):
+    units = ("memory_bytes", "GB of memory", 1e9), ("step_seconds", "s a step", 1), ("eval_loss", "held-out loss", 1)
+    for name, unit, size in units:
         values = [read_number(side, name) if isinstance(side, Mapping) else None for side in sides]
         if None not in values:
             yield f"{' / '.join(f'{value / size:.3g}' for value in values if value is not None)} {unit}"

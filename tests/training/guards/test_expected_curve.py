@@ -13,7 +13,7 @@ from tests.rows import read_events
 from recipes_lib.config.schema import PretrainingConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.planning.scaling import ExpectedCurve
-from recipes_lib.training.guards.expected_curve import ExpectedCurveMonitor, verify_expected_curve
+from recipes_lib.training.guards.expected_curve import ExpectedCurveMonitor, expect_loss, verify_expected_curve
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -104,3 +104,11 @@ def test_curve_of_held_out_losses_needs_evaluations(tmp_path, strategy, has_eval
         verify_expected_curve(build_config(path, strategy), 1_000_000, has_eval=has_eval)
     path.write_text(json.dumps({"curve": CURVE | {"metric": "loss"}, "num_tokens": 1e6}))
     verify_expected_curve(build_config(path, strategy), 1_000_000, has_eval=has_eval)
+
+
+def test_last_loss_is_expected_only_of_held_out_curves(tmp_path) -> None:
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps({"curve": CURVE, "num_tokens": 1e6}))
+    assert expect_loss(build_config(path, "steps")) == {"eval_loss": 2.0}
+    path.write_text(json.dumps({"curve": CURVE | {"metric": "loss"}, "num_tokens": 1e6}))
+    assert expect_loss(build_config(path, "steps")) == {}

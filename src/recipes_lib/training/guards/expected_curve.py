@@ -87,6 +87,18 @@ def verify_expected_curve(config: RecipeConfig, num_tokens: int, *, has_eval: bo
         raise ConfigError(Problem(where, found, "write `eval_strategy: steps`, and name held-out data"))
 
 
+def expect_loss(config: RecipeConfig) -> dict[str, float]:
+    """Return the expected last ``eval_loss`` of ``expected_curve``; empty if it is unset, or of training losses.
+
+    Raises:
+        DataError: The file has no curve.
+    """
+    if (path := config.pretraining.expected_curve) is None:
+        return {}
+    curve, _ = _read_expected_curve(Path(path))
+    return {"eval_loss": curve.losses[-1]} if curve.metric == "eval_loss" else {}
+
+
 def build_expected_curve(
     config: RecipeConfig, writer: MetricsWriter, progress: TrainingProgress
 ) -> Iterator[TrainerCallback]:

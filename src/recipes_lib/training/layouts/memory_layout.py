@@ -16,6 +16,7 @@ from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, 
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
+from recipes_lib.training.guards.expected_curve import expect_loss
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
@@ -48,19 +49,20 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
 
 
 def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:
-    """Return the planned memory and time of a process for ``run.json``; ``None`` without a GPU or a plan.
+    """Return the planned memory and time of a process, and the expected loss, for ``run.json``; ``None`` without any.
 
-    ``memory_bytes`` is the peak memory allocated by PyTorch. ``step_seconds`` is the time of an optimizer step of full
-    rows; it is omitted for GPUs of unknown peak throughput, and for recipes that sample.
+    Memory and time need a GPU, the loss an ``expected_curve``. ``memory_bytes`` is the peak memory allocated by PyTorch.
+    ``step_seconds`` is the time of an optimizer step of full rows; it is omitted for GPUs of unknown peak throughput,
+    and for recipes that sample.
 
     Args:
         config: The run, after ``choose_checkpointing``.
         launch: The launch.
         device_name: Name of the GPU.
     """
+    planned = expect_loss(config)
     if (size := _find_device_memory(config)) is None or not _has_length(config):
-        return None
-    planned: dict[str, float] = {}
+        return planned or None
     # Planning is optional: an unknown architecture may raise any error, and a new GPU has no known peak.
     with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated

@@ -180,13 +180,15 @@ def read_peak_memory() -> int:
 
 
 def measure_run(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``memory_bytes`` (peak) and ``step_seconds`` (median) of logged training steps, as far as logged."""
+    """Return ``memory_bytes`` (peak), ``step_seconds`` (median) and the last ``eval_loss``, as far as logged."""
     train = [event for event in events if event.get("kind") == "train"]
     memory = [size for event in train if (size := parse_number(event.get("memory_bytes")))]
     clock = [tuple(parse_number(event.get(name)) for name in ("step", "seconds")) for event in train]
     known = [(step, seconds) for step, seconds in clock if step is not None and seconds is not None]
     paces = [(later[1] - one[1]) / (later[0] - one[0]) for one, later in pairwise(known) if later[0] > one[0]]
     measured = {"memory_bytes": max(memory)} if memory else {}
+    losses = [loss for event in events if (loss := parse_number(event.get("eval_loss"))) is not None]
+    measured |= {"eval_loss": losses[-1]} if losses else {}
     return measured | ({"step_seconds": statistics.median(paces)} if paces else {})
 
 
