@@ -51,7 +51,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
 def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:
     """Return the planned memory and time of a process, and the expected loss, for ``run.json``; ``None`` without any.
 
-    Memory and time need a GPU, the loss an ``expected_curve``. ``memory_bytes`` is the peak memory allocated by PyTorch.
+    Memory and time need a GPU, the loss ``expected_curve``. ``memory_bytes`` is the peak memory allocated by PyTorch.
     ``step_seconds`` is the time of an optimizer step of full rows; it is omitted for GPUs of unknown peak throughput,
     and for recipes that sample.
 
