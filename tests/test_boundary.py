@@ -245,7 +245,7 @@ def test_closed_descriptors_do_not_end_command(tmp_path: Path) -> None:
     assert (tmp_path / "done").read_text() == "done"
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "ascii:surrogateescape"])
 def test_characters_outside_locale_encoding_are_escaped(encoding: str) -> None:
     code = (
         "from recipes_lib.boundary import run_command; raise SystemExit(run_command(lambda: print('\\u2265 \\udcff')))"

@@ -88,7 +88,8 @@ def ignore_closed_output() -> None:
             # ``write_through`` is set by ``python -u``, for which text is not buffered.
             buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
             options = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
-            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+            # In the locales C and POSIX, which encode in ASCII, it is "surrogateescape", which fails for accents too.
+            errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
             setattr(sys, name, io.TextIOWrapper(buffer, errors=errors, **options))
 
 
