@@ -163,6 +163,10 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
             reopened = load_adapter(load_fresh_base(model), str(folder), task_type=task)
     except ConfigError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
+    # DeepSpeed casts all weights to its compute dtype, whose rounding the fresh model must share.
+    if (dtype := model.get_base_model().dtype) != reopened.get_base_model().dtype:
+        for parameter in filter(torch.is_floating_point, reopened.parameters()):
+            parameter.data = parameter.data.to(dtype)
     # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU.
     shift = find_logit_shift(reopened, logits)
     if shift is not None:
@@ -187,7 +191,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
 def _find_differences(trained: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of tensors that differ, without those of which this process has a shard or placeholder."""
     whole = {name: one for name, one in trained.items() if one.numel() and not isinstance(one, DTensor)}
-    return [name for name, one in whole.items() if not torch.equal(one.detach().cpu(), saved[name].cpu())]
+    return [name for name, one in whole.items() if not torch.equal(one.detach().to(saved[name]), saved[name])]
 
 
 def _list_scales(model: PeftModel) -> list[float | None]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
@@ -361,6 +362,12 @@ class RecipeTrainer(CheckpointingTrainer):
         if isinstance(shard, BatchSamplerShard):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
         return loader
+
+    # transformers 5.23 casts each float tensor of a batch to bf16 under DeepSpeed, as inputs of an audio model: stored
+    # log-probabilities of a reference or a teacher, of hundreds of nats, would be off by a nat.
+    def _prepare_input(self, data: Any) -> Any:
+        """Return a batch on the device, in its own dtypes."""
+        return send_to_device(data, self.args.device)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of an optimizer step over all data-parallel ranks."""
