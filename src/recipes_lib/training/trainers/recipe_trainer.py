@@ -363,8 +363,7 @@ class RecipeTrainer(CheckpointingTrainer):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
         return loader
 
-    # transformers 5.23 casts each float tensor of a batch to bf16 under DeepSpeed, as inputs of an audio model: stored
-    # log-probabilities of a reference or a teacher, of hundreds of nats, would be off by a nat.
+    # transformers 5.23 casts float tensors to bf16 under DeepSpeed: stored log-probabilities would be off by a nat.
     def _prepare_input(self, data: Any) -> Any:
         """Return a batch on the device, in its own dtypes."""
         return send_to_device(data, self.args.device)
