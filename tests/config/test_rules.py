@@ -9,9 +9,8 @@ import pytest
 
 from recipes_lib.config import rules
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import WEIGHTS, LayersConfig
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table, read_lists
 from recipes_lib.errors import ConfigError
 
 COMMIT = "a" * 40

@@ -6,16 +6,11 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import explain_write_errors
-
-_ABOUT: Final = (
-    "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed unigrams and "
-    "bigrams of words. Documents are read as recipes clean reads them."
-)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -56,20 +51,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="recipes classifier", description=_ABOUT)
+    parser = CommandParser("classifier")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
-        command = commands.add_parser(name, help=text, description=_ABOUT)
-        where = "folder to write" if name == "train" else "folder of recipes classifier train, or file of fastText"
-        command.add_argument("classifier", type=Path, help=where)
-        command.add_argument("texts", nargs="+", metavar="LABEL=DATA", help="file, folder or Hub id of a label's texts")
-        if name == "train":
-            text = "share of the documents to evaluate on (default: %(default)s)"
-            command.add_argument("--held_out", type=float, default=0.1, help=text)
-    options = parser.parse_args(argv)
-    if options.command == "train" and not 0 < options.held_out < 1:
-        raise ConfigError(Problem("--held_out", f"is {options.held_out:g}", "write a share, such as 0.1"))
-    return options
+        commands.add_parser(name, help=text, command=f"classifier {name}")
+    return parser.parse_args(argv)
 
 
 def _read_labels(words: Sequence[str]) -> dict[str, list[str]]:

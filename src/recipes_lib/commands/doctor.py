@@ -54,9 +54,7 @@ class Finding:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return ``EXIT_USER`` if something that every recipe needs is missing or broken."""
-    about = "Report the capabilities of this machine, and how to install missing ones."
-    parser = CommandParser(prog="recipes doctor", description=about)
-    parser.parse_args(arguments)
+    CommandParser("doctor").parse_args(arguments)
     findings = examine()
     sys.stdout.write("\n".join(map(str, findings)) + "\n")
     return EXIT_USER if any(finding.is_core and finding.verdict != "ok" for finding in findings) else EXIT_DONE

@@ -87,10 +87,7 @@ def watch(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The folder holds no run.
     """
-    about = "Evaluate every checkpoint of a run while it trains elsewhere, until it ends."
-    parser = CommandParser(prog="recipes eval watch", description=about)
-    parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
-    options, given = parser.parse_known_args(list(argv))
+    options, given = CommandParser("eval watch").parse_known_args(argv)
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
     from recipes_lib.training.run import RUN_FILE
 
@@ -176,15 +173,7 @@ def compare(argv: Sequence[str]) -> None:
 
         judge_models(argv)
         return
-    parser = CommandParser(
-        prog="recipes eval compare",
-        description="Score differences of models on the same questions, with confidence intervals.",
-        epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
-    )
-    text = "output folders of `recipes eval`; the first is the baseline"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
-    options = parser.parse_args(list(argv))
+    options = CommandParser("eval compare").parse_args(argv)
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
     verify_extra("recipes eval", "eval", "lm_eval")

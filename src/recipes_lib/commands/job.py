@@ -40,7 +40,6 @@ from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
-_ABOUT: Final = "Scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."
 JOBS: Final = "jobs"
 """Folder of the batch scripts and their output, in the ``output_dir`` of the pipeline."""
 RECORD: Final = "jobs.json"
@@ -107,17 +106,10 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or the launch file is invalid, or they are incompatible; or a flag is wrong,
             missing or not supported for the cluster.
     """
-    parser = CommandParser(prog="recipes job", description=_ABOUT)
+    parser = CommandParser("job")
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
-    parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")
-    parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     add_machine_flags(parser)
-    parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
     add_cloud_flags(parser)
-    parser.add_argument("--name", help="name of the job (default: that of output_dir)")
-    text = "output directory of the run (default: that of the recipe)"
-    parser.add_argument("--output_dir", metavar="DIR", help=text)
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 

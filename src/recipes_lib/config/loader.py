@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, TypeVar
 import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_known, read_lists
+from recipes_lib.config.recipes import read_known
 from recipes_lib.config.rules import RULES, check_given
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
-from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table
+from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
     Entry,
@@ -109,13 +109,6 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
             if key.group == group:
                 lines.append(_format_value(key, values, provenance[key.name]))
     return "\n".join(lines).strip()
-
-
-def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--recipe`` and ``--config`` to a command."""
-    parser.add_argument("--recipe", "--stage", help="recipe (default: the first word of the file's name, or sft)")
-    about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
-    parser.add_argument("--config", metavar="F", help=about)
 
 
 def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.paths import check_folders, check_paths
-from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
-from recipes_lib.config.table import describe, load_table
+from recipes_lib.config.table import describe, load_table, read_lists
 from recipes_lib.errors import Problem, suggest
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.shipped import RECIPES, find_shipped
@@ -16,14 +15,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: As ``run_demo``.
         DataError: As ``run_demo``.
     """
-    about = (
-        "Train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU, by the "
-        "recipes: a tokenizer, pretraining, SFT, LoRA, reward model, DPO, PPO and distillation. Nothing is downloaded. "
-        "The same command resumes an interrupted demo."
-    )
-    parser = CommandParser(prog="recipes demo", description=about)
-    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="folder of all outputs (default: ./demo)")
-    options = parser.parse_args(argv)
+    options = CommandParser("demo").parse_args(argv)
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
 
     return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)

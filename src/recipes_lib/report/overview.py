@@ -239,10 +239,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The folder does not exist.
         DataError: The folder has no runs.
     """
-    about = "List the runs below a folder, or the stages of a pipeline, and write index.html."
-    parser = CommandParser(prog="recipes runs", description=about)
-    parser.add_argument("folder", type=Path, nargs="?", help="default: `runs` if it exists, else the current folder")
-    folder = parser.parse_args(argv).folder or Path("runs" if Path("runs").is_dir() else ".")
+    folder = CommandParser("runs").parse_args(argv).folder or Path("runs" if Path("runs").is_dir() else ".")
     if not folder.is_dir():
         raise ConfigError(Problem(str(folder), "is not a folder", "give a folder that contains runs"))
     rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]

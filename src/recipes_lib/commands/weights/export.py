@@ -30,14 +30,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: As ``export_checkpoint`` or ``export_gguf``, or a GGUF file is named without ``--gguf``.
     """
-    about = "Convert a checkpoint, sharded or not, to a model folder that transformers loads, or to GGUF."
-    parser = CommandParser(prog="recipes export", description=about)
-    parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run; with --gguf also of a model")
-    parser.add_argument("output", type=Path, help="new or empty folder to write; or file.gguf")
-    parser.add_argument("--gguf", metavar="TYPE", help="write a GGUF file of this type: f16, bf16, q8_0, ...")
-    text = f"checkout of llama.cpp, for --gguf (default: {CONVERTER} on the PATH)"
-    parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help=text)
-    options = parser.parse_args(argv)
+    options = CommandParser("export").parse_args(argv)
     if options.output.suffix == ".gguf" and not options.gguf:
         remedy = "add `--gguf f16`, or another type; or name a folder"
         raise ConfigError(Problem(str(options.output), "is the name of a GGUF file, and --gguf is missing", remedy))

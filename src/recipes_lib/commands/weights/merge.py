@@ -97,14 +97,7 @@ def refuse_another_model(record: Mapping[str, Any]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Merge an adapter into its base model, and verify that the predictions agree."
-    parser = CommandParser(prog="recipes merge", description=about)
-    parser.add_argument("--adapter", type=Path, required=True, metavar="DIR", help="output directory of its run")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
-    parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")
-    precisions = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=precisions, help="precision of the merged weights (default: the base's)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="held-out prompts to compare on, one a line")
+    parser = CommandParser("merge")
     text = f"allowed mean KL divergence (default: {MAX_KL}; quantised base: {MAX_KL_FROM_FEW_BITS})"
     parser.add_argument("--max_kl", type=float, metavar="NATS", help=text)
     return parser.parse_args(argv)

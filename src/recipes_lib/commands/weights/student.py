@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from recipes_lib.config.command_flags import CommandParser
@@ -55,12 +54,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Initialise a student from some layers of its teacher, with its embeddings and output head."
-    parser = CommandParser(prog="recipes student", description=about)
-    parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the teacher")
-    parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
+    parser = CommandParser("student")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--num_layers", type=int, metavar="K", help="number of layers, evenly spaced, with the last")
     which.add_argument("--layers", type=int, nargs="+", metavar="N", help="indices of the layers, from 1")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder to write")
     return parser.parse_args(argv)
