@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import escape_controls
 from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_count
@@ -46,16 +47,7 @@ _MAX_LABEL = 28
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
-_DISTILLATION_PARTS = (
-    ("divergence", "Divergence from the teacher", "nats per target token", None),
-    ("agreement", "Agreement with the teacher's top token", "share of target tokens", (0.6, 0.9)),
-    ("feature", "Hidden-state loss", "difference per target token", None),
-    ("attention", "Attention loss", "nats per target token", None),
-    ("similarity", "Similarity loss", "difference per target token", None),
-    ("distance", "Distance loss", "difference per target token", None),
-    ("angle", "Angle loss", "difference per target token", None),
-)
-"""Distillation metrics: name, heading, unit, and range of a healthy run."""
+METRICS: Final = read_lists(Path(__file__).with_name("metrics.yaml"))
 STYLE = {
     # Keep text as text: searchable, and in the font of the page.
     "svg.fonttype": "none",
@@ -199,7 +191,7 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
         yield from _plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward")
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
     yield Plan("nll", "Negative log-likelihood", nll, "nats per target token")
-    for name, title, part_unit, healthy in _DISTILLATION_PARTS:
+    for name, title, part_unit, healthy in METRICS["distilled"]:
         yield Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit, healthy=healthy)
     yield Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True)
     yield Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms)
