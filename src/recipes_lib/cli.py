@@ -36,7 +36,9 @@ COMMANDS = {
         ".commands.evaluate:main", "benchmark a model; `eval compare` models, `eval watch` a run's checkpoints"
     ),
     "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
-    "demo": Command(".demo.command:main", "train a small assistant on Python docstrings, on a CPU, in minutes"),
+    "demo": Command(
+        ".commands.run_pipeline:demo", "train a small assistant on Python docstrings, on a CPU, in minutes"
+    ),
     "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command(".commands.job:main", "write the job file of a run for a cluster or a cloud"),

@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> None:
     if manifest is None:
         sys.stdout.write(f"submitted to {config.executor}; the last job writes {config.output_dir}/corpus.json\n")
         return
-    for line in describe(manifest, config.output_dir):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in describe(manifest, config.output_dir))
 
 
 def _parse(argv: Sequence[str]) -> CorpusConfig:
@@ -80,8 +79,7 @@ def check(argv: Sequence[str]) -> int:
     config = _parse(argv)
     from recipes_lib.corpus.cleaning import dry_run_steps
 
-    for line in dry_run_steps(config, load_text_scorer):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in dry_run_steps(config, load_text_scorer))
     sys.stdout.write("\nready to clean\n")
     return EXIT_DONE
 

@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if (record := evaluate_model(config)) is None:
         return EXIT_DONE
     report = write_eval_report(config.folder)
-    for line in describe(record):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in describe(record))
     sys.stdout.write(f"every question and answer: {report}\n")
     try:
         add_scores(Path(config.model_name_or_path), record)

@@ -18,21 +18,12 @@ from typing import Any, Final, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from recipes_lib import errors
 from recipes_lib.commands.launch import PORT, find_recipe_name
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import (
-    EXIT_BUG,
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_PREEMPTED,
-    EXIT_STALLED,
-    EXIT_USER,
-    STATUSES,
-    ConfigError,
-    Problem,
-)
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, STATUSES, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.pipelines.runner import find_done
@@ -61,14 +52,9 @@ _CONSTANTS: Final = {
     # Patterns for grep in `run.json`: the exit code of a launcher does not distinguish these ends.
     "resumable": f'"status": "({STATUSES[EXIT_PREEMPTED]}|{STATUSES[EXIT_STALLED]})"',
     "final": f'"status": "({STATUSES[EXIT_USER]}|{STATUSES[EXIT_DIVERGED]})"',
-    "exit_done": EXIT_DONE,
-    "exit_bug": EXIT_BUG,
-    "exit_user": EXIT_USER,
-    "exit_preempted": EXIT_PREEMPTED,
-    "exit_diverged": EXIT_DIVERGED,
-    "exit_stalled": EXIT_STALLED,
+    **{name.lower(): code for name, code in vars(errors).items() if name.startswith("EXIT_")},
 }
-"""Constants of the templates; ``retries`` is the number of restarts after a failure of unknown cause."""
+"""Constants of the templates, exit codes included; ``retries``: restarts after a failure of unknown cause."""
 
 
 class Cluster(NamedTuple):

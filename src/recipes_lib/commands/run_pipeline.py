@@ -1,4 +1,4 @@
-"""``recipes run``: run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."""
+"""``recipes run``: run the stages of a pipeline file, such as pretraining, SFT and evaluation; and ``recipes demo``."""
 
 from __future__ import annotations
 
@@ -80,6 +80,19 @@ def main(argv: Sequence[str]) -> int:
     )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code
+
+
+def demo(argv: Sequence[str]) -> int:
+    """Run ``recipes demo``; return the exit code of the first stage that fails.
+
+    Raises:
+        ConfigError: As ``run_demo``.
+        DataError: As ``run_demo``.
+    """
+    options = CommandParser("demo").parse_args(argv)
+    from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
+
+    return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)
 
 
 def _build_parser() -> argparse.ArgumentParser:

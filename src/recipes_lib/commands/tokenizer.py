@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> None:
         # Read again instead of kept in memory.
         usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
         held_out = measure_usage(tokenizer, tail.texts)
-    for line in describe(tokenizer, usage, held_out):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in describe(tokenizer, usage, held_out))
     sys.stdout.write(f"{'written to' if is_new else 'identical to the tokenizer in'} {options.output_dir}\n")
 
 
