@@ -37,11 +37,9 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.decoding import estimate_on_policy
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-from recipes_lib.planning.rollouts import list_readers
 from recipes_lib.planning.schedule import (
     PretrainingPlan,
     Schedule,
@@ -50,6 +48,7 @@ from recipes_lib.planning.schedule import (
     list_quarters,
     plan_pretraining,
 )
+from recipes_lib.planning.timing import estimate_on_policy, list_readers
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
