@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from recipes_lib.environment import read_versions
 from recipes_lib.files import replace_text
-from recipes_lib.models.vocabulary import train_tokenizer
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
@@ -33,12 +33,6 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Runs Python with arguments, environment variables and a file for its output; returns the exit code."""
-_SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-_TEMPLATE: Final = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -234,11 +228,8 @@ class Bench:
         # Written last, by an atomic rename: if it exists, so do all others.
         if (folder / "documents.jsonl").exists():
             return folder
-        eos, pad, *others = _SPECIAL
         # Without training texts, the vocabulary is the special tokens and the 256 bytes.
-        tokenizer = train_tokenizer(
-            [], vocab_size=320, eos_token=eos, pad_token=pad, special_tokens=others, chat_template=_TEMPLATE
-        )
+        tokenizer = train_tokenizer([], vocab_size=320, special_tokens=CHATML_TOKENS, chat_template=CHATML_TEMPLATE)
         for name, seed in (("model", 0), ("teacher", 1)):
             set_seed(seed)
             ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
