@@ -116,6 +116,9 @@ def check_conflicts(settings: Settings) -> Iterator[Problem]:
         if settings.table.recipe not in row.get("recipes", settings.table.recipe).split():
             continue
         needed, excluded = row.get("when", {}), row.get("unless", {})
+        # The default of a key with an invalid value, which is reported alone.
+        if any(map(settings.broken, (*needed, *excluded))):
+            continue
         is_met = all(settings[key] in values for key, values in needed.items())
         if is_met and not any(settings[key] in values for key, values in excluded.items()):
             found = row["found"].format_map({key: settings[key] for key in (*needed, *excluded)})
@@ -181,11 +184,8 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
 
 
 def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The run has at least one step, and the warm-up is shorter than the run."""
+    """The warm-up is shorter than the run."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
-    # TrainingArguments: -1 means `num_train_epochs`; 0 would train nothing.
-    if max_steps == 0:
-        yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
         found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
         yield settings.problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`")
@@ -261,16 +261,11 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch."""
+    """A stream has ``max_steps``."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
         yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
-    is_stream = settings["dataset_streaming"] and settings.table.recipe != "pretrain"
-    for key in ("logging_strategy", "eval_strategy", "save_strategy") if is_stream else ():
-        if settings[key] == "epoch":
-            found = f"`{key}` is epoch: the length of an epoch is unknown for a stream"
-            yield settings.problem(key, found, f"write `{key}: steps`")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -305,12 +300,6 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
     if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
         found = "the loss `sft` is a mean over the tokens of one held-out set, and `eval_datasets` adds others"
         yield settings.problem("eval_datasets", found, "name one set with `dataset_test_split`")
-
-
-def check_stream(settings: Settings) -> Iterator[Problem]:
-    """A stream has a given row length."""
-    if settings["dataset_streaming"] and settings["max_length"] is None and not settings.broken("max_length"):
-        yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
@@ -504,7 +493,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_kept,
     check_paths,
 )
-_FINE_TUNING: Final = (*_RULES, check_stream, check_schedule_options)
+_FINE_TUNING: Final = (*_RULES, check_schedule_options)
 _SAMPLING: Final = (*_FINE_TUNING, check_rewards)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
