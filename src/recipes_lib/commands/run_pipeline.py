@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.job import CLUSTERS, add_cloud_flags, add_machine_flags, submit_stages
-from recipes_lib.commands.planning.flags import FLAGS
-from recipes_lib.config.command_flags import CommandParser, add_flags, find_problems
+from recipes_lib.commands.job import CLUSTERS, submit_stages
+from recipes_lib.commands.planning.flags import PLANNING_FLAGS
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options = parser.parse_args(list(argv))
-    if problems := list(find_problems(FLAGS["run"], options)):
+    if problems := list(find_problems(PLANNING_FLAGS["run"], options)):
         raise ConfigError(*problems)
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     # Not `or`: an empty name, of an unset shell variable, would select all stages.
@@ -99,12 +99,13 @@ def _build_parser() -> argparse.ArgumentParser:
     about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
     parser = CommandParser(prog="recipes run", description=about)
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
-    add_flags(parser, FLAGS["run"])
+    add_flags(parser, PLANNING_FLAGS["run"])
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
     executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
     parser.add_argument("--executor", default="local", choices=executors, help=text)
-    add_machine_flags(parser.add_argument_group("other executors; with slurm, for stages with a launch file"))
-    add_cloud_flags(parser.add_argument_group("--executor kubernetes and skypilot"))
+    machines = parser.add_argument_group("other executors; with slurm, for stages with a launch file")
+    add_flags(machines, FLAGS["machines"])
+    add_flags(parser.add_argument_group("--executor kubernetes and skypilot"), FLAGS["clouds"])
     return parser
 
 

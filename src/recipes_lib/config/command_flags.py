@@ -25,7 +25,8 @@ REQUIREMENT: Final = re.compile(
     rf"\s*({'|'.join(COMPARISONS)})\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
 )
 """Condition on a number, such as ``> 0.65``."""
-_COMMANDS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
+FLAGS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
+"""Commands by name, each with its flags and the options of its parser; and flags of several commands."""
 _COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _HOURS: Final = {
     "": 1.0,
@@ -70,7 +71,7 @@ def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
 
 def add_recipe_flags(parser: argparse._ActionsContainer) -> None:
     """Add ``--recipe`` and ``--config`` to a command."""
-    add_flags(parser, _COMMANDS["recipe"])
+    add_flags(parser, FLAGS["recipe"])
 
 
 def find_problems(flags: Flags, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
@@ -114,7 +115,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str = "", **options: Any) -> None:
-        described = {"prog": f"recipes {command}", **_COMMANDS[command]} if command else {}
+        described = {"prog": f"recipes {command}", **FLAGS[command]} if command else {}
         self.flags: Flags = described.pop("flags", {})
         super().__init__(allow_abbrev=False, **{**described, **options})
         add_flags(self, self.flags)

@@ -44,7 +44,7 @@ def plan(argv: Sequence[str]) -> None:
     # After the configuration: its errors need no torch, which takes seconds to import.
     from recipes_lib.commands.planning.plan import run
 
-    run(config, options, overrides, list(find_problems(FLAGS["plan"], options, recipe)))
+    run(config, options, overrides, list(find_problems(PLANNING_FLAGS["plan"], options, recipe)))
 
 
 def scale(argv: Sequence[str]) -> None:
@@ -55,14 +55,14 @@ def scale(argv: Sequence[str]) -> None:
         DataError: As there.
     """
     options = _build_scale_parser().parse_args(argv)
-    if problems := list(find_problems(FLAGS[f"scale {options.command}"], options)):
+    if problems := list(find_problems(PLANNING_FLAGS[f"scale {options.command}"], options)):
         raise ConfigError(*problems)
     from recipes_lib.commands.planning.scale import run
 
     run(options)
 
 
-FLAGS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
+PLANNING_FLAGS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
 """Flags of ``recipes plan``, ``recipes run``, and of the commands of ``recipes scale``."""
 
 
@@ -71,7 +71,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     add_recipe_flags(parser)
     # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
-    add_flags(parser, FLAGS["plan"])
+    add_flags(parser, PLANNING_FLAGS["plan"])
     add_pipeline_flags(parser)
     return parser
 
@@ -84,5 +84,5 @@ def _build_scale_parser() -> argparse.ArgumentParser:
         if name == "fit":
             text = "output directories of finished pretraining runs with a decayed learning rate"
             command.add_argument("runs", nargs="+", type=Path, help=text)
-        add_flags(command, FLAGS[f"scale {name}"])
+        add_flags(command, PLANNING_FLAGS[f"scale {name}"])
     return parser
