@@ -96,8 +96,7 @@ def demo(argv: Sequence[str]) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
-    parser = CommandParser(prog="recipes run", description=about)
+    parser = CommandParser("run")
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
     add_flags(parser, PLANNING_FLAGS["run"])
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"

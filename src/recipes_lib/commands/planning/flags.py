@@ -16,11 +16,6 @@ from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
 
 GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
 """Source: Dubey et al. 2024 (Llama 3), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100."""
-_PLAN: Final = (
-    "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
-    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. RL: time of an iteration. All: memory."
-)
-_SCALE: Final = "Write small runs, fit scaling laws of loss in parameters and tokens, and predict larger runs."
 _SCALES: Final = {
     "sweep": "write small runs, and a pipeline that fits a law to them",
     "fit": "fit a law to finished runs",
@@ -67,7 +62,7 @@ PLANNING_FLAGS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
 
 
 def _build_plan_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="recipes plan", description=_PLAN)
+    parser = CommandParser("plan")
     add_recipe_flags(parser)
     # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
@@ -77,7 +72,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 
 
 def _build_scale_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="recipes scale", description=_SCALE)
+    parser = CommandParser("scale")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in _SCALES.items():
         command = commands.add_parser(name, help=about)
