@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError
 
 BASE = ["--model_name_or_path", "m/m", "--dataset_name", "d", "--output_dir", "o"]
@@ -26,4 +26,4 @@ BASE = ["--model_name_or_path", "m/m", "--dataset_name", "d", "--output_dir", "o
 )
 def test_incompatible_keys_are_refused(flags: list[str], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
-        parse_synthesis_command([*BASE, *flags])
+        SynthesisConfig.parse([*BASE, *flags])

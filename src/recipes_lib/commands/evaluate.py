@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
 from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
@@ -198,7 +198,7 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
         given[0] = f"--model_name_or_path={given[0]}"
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
-    config = exit_after_help(parse_eval_command(given))
+    config = exit_after_help(EvalConfig.parse(given))
     verify_extra("recipes eval", "eval", "lm_eval")
     return config
 

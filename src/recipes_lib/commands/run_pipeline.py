@@ -18,10 +18,10 @@ from recipes_lib.cli import COMMANDS
 from recipes_lib.commands.job import CLUSTERS, submit_stages
 from recipes_lib.commands.planning.flags import PLANNING_FLAGS
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.files import parse_number
@@ -257,7 +257,7 @@ def _inspect(stage: Stage) -> None:
 
 
 def _load(stage: Stage) -> None:
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
+    commands = {"corpus": CorpusConfig.parse, "eval": EvalConfig.parse, "synthesize": SynthesisConfig.parse}
     if stage.recipe in commands:
         commands[stage.recipe](stage.argv)
         return
