@@ -229,19 +229,7 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Yield problems of the configuration as a whole."""
-        classifies = self.toxicity_classifier_path and self.toxicity_classifier_label
         bounds = self.perplexity_bounds or []
-        for key, is_missing, remedy in (
-            ("language", not self.languages, "write languages: [en]"),
-            ("classifier", not (self.classifier_path and self.classifier_label), "write its path and label"),
-            ("toxicity", not (self.toxic_words or classifies), "write toxic_words: [words.txt], or path and label"),
-            ("perplexity", not self.perplexity_model_path, "write perplexity_model_path"),
-        ):
-            if settings[key] != "off" and is_missing:
-                yield settings.problem(key, f"`{key}: {settings[key]}` lacks its input", remedy)
-        if self.perplexity == "apply" and not bounds:
-            remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them writes a histogram"
-            yield settings.problem("perplexity", "`perplexity: apply` has no bounds", remedy)
         if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
             remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
             yield settings.problem("perplexity_bounds", f"`perplexity_bounds` is {bounds}", remedy)

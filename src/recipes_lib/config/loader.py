@@ -20,7 +20,7 @@ import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_known
-from recipes_lib.config.rules import RULES, check_given
+from recipes_lib.config.rules import COMMAND_RULES, RULES, check_given
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
@@ -513,6 +513,8 @@ class CommandConfig:
             problems += check_given(settings, key)
         config = cls(path=command.config, **settings.values)
         if not required:
+            for rule in COMMAND_RULES:
+                problems += rule(settings)
             problems += config.find_problems(settings)
         if problems:
             raise ConfigError(*_in_order(problems, command.config))

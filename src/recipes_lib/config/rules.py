@@ -495,6 +495,8 @@ _RULES: Final[tuple[Rule, ...]] = (
 )
 _FINE_TUNING: Final = (*_RULES, check_schedule_options)
 _SAMPLING: Final = (*_FINE_TUNING, check_rewards)
+COMMAND_RULES: Final[tuple[Rule, ...]] = (check_exclusive, check_conflicts, check_dependencies)
+"""Rules of commands with keys of their own, beside those of ``CommandConfig.find_problems``."""
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,

@@ -142,18 +142,8 @@ class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, Synthesi
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Yield problems of the configuration as a whole."""
-        for key, is_missing, remedy in (
-            ("max_cost", not (self.input_price or self.output_price), "write input_price and output_price"),
-            ("min_score", self.judge is None, "name a judge"),
-            ("min_agreement", self.num_answers < 2, "write num_answers: 2 or more"),
-            ("judge_prompt", "#" not in (self.judge or ""), "name a judge as URL#NAME"),
-        ):
-            if getattr(self, key) is not None and is_missing:
-                yield settings.problem(key, f"`{key}` has no effect alone", remedy)
-        if self.base_url is not None and self.engine == "vllm":
-            yield settings.problem(
-                "engine", "`engine` runs on this machine, and `base_url` is set", "delete one of the two"
-            )
+        if self.judge_prompt is not None and "#" not in (self.judge or ""):
+            yield settings.problem("judge_prompt", "`judge_prompt` has no effect alone", "name a judge as URL#NAME")
         is_url = (self.judge or "").startswith(("http://", "https://"))
         if is_url and "#" not in str(self.judge):
             yield settings.problem("judge", "the endpoint of the judge has no model name", f"write {self.judge}#NAME")
