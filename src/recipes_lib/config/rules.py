@@ -89,9 +89,12 @@ class Dependency:
         return settings.problem(key, found, remedy)
 
     def _allows(self, value: Any) -> bool:
-        if not self.values:
-            return bool(value)
-        return any(item in self.values for item in (value if isinstance(value, list) else [value]))
+        return _holds_any(value, self.values) if self.values else bool(value)
+
+
+def _holds_any(value: Any, values: Sequence[Any]) -> bool:
+    """Return whether a value, or an item of a list, is one of ``values``."""
+    return value in values or (isinstance(value, list) and any(item in values for item in value))
 
 
 _DEPENDENCIES: Final = (
@@ -119,8 +122,8 @@ def check_conflicts(settings: Settings) -> Iterator[Problem]:
         # The default of a key with an invalid value, which is reported alone.
         if any(map(settings.broken, (*needed, *excluded))):
             continue
-        is_met = all(settings[key] in values for key, values in needed.items())
-        if is_met and not any(settings[key] in values for key, values in excluded.items()):
+        is_met = all(_holds_any(settings[key], values) for key, values in needed.items())
+        if is_met and not any(_holds_any(settings[key], values) for key, values in excluded.items()):
             found = row["found"].format_map({key: settings[key] for key in (*needed, *excluded)})
             yield settings.problem(row["key"], found, row["remedy"])
 
@@ -136,14 +139,10 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """There is a reward, a weight for each one, and room for a prompt before the answer."""
+    """Each reward has a weight, and there is room for a prompt before the answer."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
     # The weights are in the order of the functions, then the reward model.
     num_rewards = len(functions) + has_model
-    is_reported = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
-    if not num_rewards and not is_reported:
-        found = "no reward: neither `reward_funcs` nor `reward_model_name_or_path` is set"
-        yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
         if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
@@ -236,11 +235,9 @@ def check_given(settings: Settings, key: str) -> Iterator[Problem]:
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
-    """Required keys and a dataset are set."""
+    """Required keys are set."""
     for key in settings.table.required:
         yield from check_given(settings, key)
-    if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
-        yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
@@ -258,14 +255,6 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
         if isinstance(value, float) and value >= 1:
             remedy = f"write {int(value)} for a count, or a number below 1 for a share"
             yield settings.problem(key, f"`{key}` is {value}, which is neither a share nor a count", remedy)
-
-
-def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``."""
-    has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
-    if settings["dataset_streaming"] and not has_length:
-        found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
-        yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -297,23 +286,12 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` has the name {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
-    if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
-        found = "the loss `sft` is a mean over the tokens of one held-out set, and `eval_datasets` adds others"
-        yield settings.problem("eval_datasets", found, "name one set with `dataset_test_split`")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
-    """Pretraining has either a model configuration, with a tokenizer, or a model."""
-    gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
-    if not gives_config and not gives_model and not settings.broken("model_config"):
-        found = "neither `model_config` nor `model_name_or_path` is set"
-        yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
-    if gives_config:
-        if "model_type" not in settings["model_config"]:
-            yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
-        if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
-            found = "`model_config` starts from random weights and has no tokenizer"
-            yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
+    """A model configuration names its type."""
+    if settings.gives("model_config") and "model_type" not in settings["model_config"]:
+        yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
 
 
 def loses_updates(dtype: str, optim: str, optim_args: str | None) -> bool:
@@ -342,10 +320,7 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
     """Phases of a curriculum start at 0, increase, and have a weight for each dataset."""
     phases, where = settings["dataset_curriculum"], settings.where("dataset_curriculum")
-    if phases is None:
-        return
-    if not settings.gives("dataset_mixture"):
-        yield Problem(where, "`dataset_curriculum` needs a mixture", "write `dataset_mixture`")
+    if phases is None or not settings.gives("dataset_mixture"):
         return
     starts = [phase["start_tokens"] for phase in phases]
     if not starts or starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
@@ -463,16 +438,10 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     elif not losses or (weights and not any(weights)):
         found = "there is no loss: `loss_type` is empty, or `loss_weights` are all 0"
         yield settings.problem("loss_weights" if losses else "loss_type", found, "write a loss with another weight")
-    if "exo_pair" in losses and not settings["label_smoothing"]:
-        found = "`loss_type: exo_pair` needs `label_smoothing` above 0, whose logarithm it takes"
-        yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
     divergence, normalised = settings["f_divergence_type"], sorted({*losses} - _OF_DIFFERENCES)
     if divergence != "reverse_kl" and normalised:
         found = f"`f_divergence_type: {divergence}` is not defined for {', '.join(normalised)}"
         yield settings.problem("f_divergence_type", found, f"write losses of {', '.join(sorted(_OF_DIFFERENCES))}")
-    if settings["use_weighting"] and not {*losses}.isdisjoint(("aot", "aot_unpaired")):
-        found = "`use_weighting` weighs pairs, which aot and aot_unpaired take apart"
-        yield settings.problem("use_weighting", found, "delete the line, or write another `loss_type`")
 
 
 _RULES: Final[tuple[Rule, ...]] = (
@@ -482,7 +451,6 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_dependencies,
     check_decisions,
     check_shares,
-    check_data,
     check_mixture,
     check_eval_datasets,
     check_model,
