@@ -128,6 +128,15 @@ def check_conflicts(settings: Settings) -> Iterator[Problem]:
             yield settings.problem(row["key"], found, row["remedy"])
 
 
+def check_orders(settings: Settings) -> Iterator[Problem]:
+    """A warm-up is shorter than the run, and a lower bound below the upper one."""
+    for row in _TABLES["orders"]:
+        smaller, larger = settings[row["smaller"]], settings[row["larger"]]
+        if smaller is not None and larger is not None and 0 < larger <= smaller:
+            found, remedy = (row[text].format(smaller=smaller, larger=larger) for text in ("found", "remedy"))
+            yield settings.problem(row["smaller"], found, remedy)
+
+
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
     """Keys have an effect; a key is reported at its first unmet dependency, and accepted at its default."""
     reported: set[str] = set()
@@ -139,7 +148,7 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """Each reward has a weight, and there is room for a prompt before the answer."""
+    """Reward functions are import paths, each reward has a weight, and there is room for a prompt before the answer."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
     # The weights are in the order of the functions, then the reward model.
     num_rewards = len(functions) + has_model
@@ -161,16 +170,12 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("max_length", found, "raise it: it counts the prompt and the answer")
 
 
-def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
-    """The cap of CISPO, and the bounds of importance sampling, are valid."""
+def check_cap(settings: Settings) -> Iterator[Problem]:
+    """The cap of CISPO is at least 1."""
     highest = settings["epsilon" if settings["epsilon_high"] is None else "epsilon_high"]
     if settings["loss_type"] == "cispo" and highest < 1:
         found = f"`loss_type: cispo` caps the ratio itself, which is 1 for unchanged weights, at {highest}"
         yield settings.problem("loss_type", found, "write `epsilon_high: 5`, as in the ScaleRL paper")
-    lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
-    if lowest is not None and highest is not None and lowest >= highest:
-        found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
-        yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -180,14 +185,6 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             found = f"`{key}` is {layers}: indices start at 1 and must be distinct"
             yield settings.problem(key, found, "write such as [4, 8], or delete the line for the default")
-
-
-def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The warm-up is shorter than the run."""
-    max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
-    if 0 < max_steps <= warmup:
-        found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
-        yield settings.problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`")
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
@@ -213,15 +210,6 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
 def _is_amount(value: object) -> bool:
     """Return whether an option is a number that is not negative, or is unset."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf)
-
-
-def check_shape(settings: Settings) -> Iterator[Problem]:
-    """The warm-up in tokens is shorter than the run."""
-    if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
-        warmup, length = settings["warmup_tokens"], settings["max_tokens"]
-        if warmup >= length:
-            found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
-            yield settings.problem("warmup_tokens", found, "lower it, or train longer")
 
 
 def check_given(settings: Settings, key: str) -> Iterator[Problem]:
@@ -448,13 +436,13 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
     check_conflicts,
+    check_orders,
     check_dependencies,
     check_decisions,
     check_shares,
     check_mixture,
     check_eval_datasets,
     check_model,
-    check_schedule,
     check_evaluation,
     check_best_metric,
     check_best_model,
@@ -466,14 +454,14 @@ _SAMPLING: Final = (*_FINE_TUNING, check_rewards)
 COMMAND_RULES: Final[tuple[Rule, ...]] = (check_exclusive, check_conflicts, check_dependencies)
 """Rules of commands with keys of their own, beside those of ``CommandConfig.find_problems``."""
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
-    "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
+    "pretrain": (*_RULES, check_start, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
     "lora": _FINE_TUNING,
     "reward": _FINE_TUNING,
     "dpo": (*_FINE_TUNING, check_preference),
     "ppo": _SAMPLING,
     "rloo": _SAMPLING,
-    "grpo": (*_SAMPLING, check_importance_sampling),
+    "grpo": (*_SAMPLING, check_cap),
     "distill": (*_FINE_TUNING, check_layers),
 }
 """Recipe -> its rules."""
