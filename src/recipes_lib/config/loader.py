@@ -20,9 +20,9 @@ import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_known
-from recipes_lib.config.rules import COMMAND_RULES, RULES, check_given
+from recipes_lib.config.rules import COMMAND_RULES, DECISIONS, RULES, check_given, is_overruled
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
-from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
+from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
@@ -376,11 +376,11 @@ def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
     values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
     # Keys without effect are reset, so that run.json and --print-config do not show values that were not used.
-    for decision in DECISIONS:
-        if decision.applies(settings) and settings[decision.key] is not None:
-            provenance[decision.key] = f"derived: {decision.why}"
-            values[decision.key] = decision.becomes
-    values = {key: value for key, value in values.items() if value is not ABSENT}
+    for row in DECISIONS:
+        if settings[row["key"]] is not None and is_overruled(row, settings):
+            provenance[row["key"]] = f"derived: {row['why']}"
+            values.pop(row["key"], None)
+            values |= {row["key"]: row["becomes"]} if "becomes" in row else {}
     sections = {
         name: section(
             **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from recipes_lib.config.paths import check_folders, check_paths
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
-from recipes_lib.config.settings import DECISIONS, Settings, is_local
+from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.config.table import describe, load_table, read_lists
 from recipes_lib.errors import Problem, suggest
 
@@ -29,6 +29,8 @@ _EXCLUSIVE: Final = [
 ]
 """Pairs of mutually exclusive keys, with the remedy; a problem is reported at the second key."""
 
+DECISIONS: Final[Sequence[Mapping[str, Any]]] = _TABLES["decisions"]
+"""Keys that have no effect because of another one: ``key``, ``decider``, ``why``, ``becomes``, and conditions."""
 SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
 """Keys that are a share of the run or dataset below 1, and an integer count from 1."""
 _HAVE_REFERENCE: Final = tuple(
@@ -116,16 +118,19 @@ def check_exclusive(settings: Settings) -> Iterator[Problem]:
 def check_conflicts(settings: Settings) -> Iterator[Problem]:
     """No key has a value that values of other keys exclude."""
     for row in _TABLES["conflicts"]:
-        if settings.table.recipe not in row.get("recipes", settings.table.recipe).split():
-            continue
-        needed, excluded = row.get("when", {}), row.get("unless", {})
-        # The default of a key with an invalid value, which is reported alone.
-        if any(map(settings.broken, (*needed, *excluded))):
-            continue
-        is_met = all(_holds_any(settings[key], values) for key, values in needed.items())
-        if is_met and not any(_holds_any(settings[key], values) for key, values in excluded.items()):
-            found = row["found"].format_map({key: settings[key] for key in (*needed, *excluded)})
-            yield settings.problem(row["key"], found, row["remedy"])
+        if _applies(row, settings):
+            yield settings.problem(row["key"], row["found"].format_map(settings), row["remedy"])
+
+
+def _applies(row: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether the conditions ``recipes``, ``when`` and ``unless`` of a row are met."""
+    needed, excluded = row.get("when", {}), row.get("unless", {})
+    # The default of a key with an invalid value, which is reported alone.
+    if any(map(settings.broken, (*needed, *excluded))):
+        return False
+    is_met = settings.table.recipe in row.get("recipes", settings.table.recipe).split()
+    is_met = is_met and all(_holds_any(settings[key], values) for key, values in needed.items())
+    return is_met and not any(_holds_any(settings[key], values) for key, values in excluded.items())
 
 
 def check_orders(settings: Settings) -> Iterator[Problem]:
@@ -133,8 +138,7 @@ def check_orders(settings: Settings) -> Iterator[Problem]:
     for row in _TABLES["orders"]:
         smaller, larger = settings[row["smaller"]], settings[row["larger"]]
         if smaller is not None and larger is not None and 0 < larger <= smaller:
-            found, remedy = (row[text].format(smaller=smaller, larger=larger) for text in ("found", "remedy"))
-            yield settings.problem(row["smaller"], found, remedy)
+            yield settings.problem(row["smaller"], row["found"].format_map(settings), row["remedy"])
 
 
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
@@ -230,10 +234,22 @@ def check_required(settings: Settings) -> Iterator[Problem]:
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
     """No key is set that another key leaves without effect (``DECISIONS``)."""
-    for decision in DECISIONS:
-        if decision.contradicts(settings):
-            found = f"`{decision.key}` has no effect: {decision.why} ({settings.where(decision.decider)})"
-            yield Problem(settings.where(decision.key), found, "keep one of the two")
+    for row in DECISIONS:
+        key, decider = row["key"], row["decider"]
+        if settings.gives(key) and settings[key] != row.get("becomes") and is_overruled(row, settings):
+            # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
+            if settings.given[decider].flag and not settings.given[key].flag:
+                continue
+            found = f"`{key}` has no effect: {row['why']} ({settings.where(decider)})"
+            yield settings.problem(key, found, "keep one of the two")
+
+
+def is_overruled(row: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether the key of a row of ``DECISIONS`` has no effect."""
+    if "local" not in row:
+        return _applies(row, settings)
+    place = settings[row["decider"]]
+    return is_local(place) and not (row["local"] == "file" and Path(place).is_dir())
 
 
 def check_shares(settings: Settings) -> Iterator[Problem]:
