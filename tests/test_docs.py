@@ -17,11 +17,11 @@ import yaml
 from tests.forked import ROOT
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.recipes import read_common
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -125,7 +125,7 @@ def load_example(page: str, text: str, folder: Path) -> object:
     config = folder / "example.yaml"
     config.write_text(FENCE.search(text)[3])  # type: ignore[index]
     recipe, argv = RECIPE_PAGES[page], ["--config", str(config)]
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
+    commands = {"corpus": CorpusConfig.parse, "eval": EvalConfig.parse, "synthesize": SynthesisConfig.parse}
     return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
 
 

@@ -64,7 +64,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "boundary": {"config", "errors", "processes", "stopping"},
     "cli": {"", "boundary", "errors"},
     "inspection": ROOMS | FOUNDATION,
-    "commands": ROOMS | FOUNDATION | {"cli", "inspection", "proving"},
+    "commands": ROOMS | FOUNDATION | {"cli", "demo", "inspection", "proving"},
 }
 """Package or top-level module -> packages and modules that it may import; '' is ``recipes_lib`` itself."""
 

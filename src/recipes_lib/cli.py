@@ -31,12 +31,14 @@ class Command(NamedTuple):
 COMMANDS = {
     "check": Command(".commands.check:main", "find every problem of a run on a CPU, before it starts"),
     "clean": Command(".commands.clean:main", "make a clean corpus from raw text, like recipes/corpus.py"),
-    "classifier": Command(".commands.classifier:main", "train or evaluate a text classifier, for recipes clean"),
+    "classifier": Command(".commands.clean:main_classifier", "train or evaluate a text classifier, for recipes clean"),
     "eval": Command(
         ".commands.evaluate:main", "benchmark a model; `eval compare` models, `eval watch` a run's checkpoints"
     ),
     "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
-    "demo": Command(".demo.command:main", "train a small assistant on Python docstrings, on a CPU, in minutes"),
+    "demo": Command(
+        ".commands.run_pipeline:demo", "train a small assistant on Python docstrings, on a CPU, in minutes"
+    ),
     "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command(".commands.job:main", "write the job file of a run for a cluster or a cloud"),
@@ -45,7 +47,7 @@ COMMANDS = {
     "distill-store": Command(
         ".commands.generated.distill_store:main", "store a teacher's top-k log-probabilities for all rows"
     ),
-    "student": Command(".commands.weights.student:main", "initialise a student from layers of its teacher"),
+    "student": Command(".commands.weights:main_student", "initialise a student from layers of its teacher"),
     "synthesize": Command(
         ".commands.generated.synthesize:main",
         "generate training rows with a model, filter and grade them",
@@ -62,8 +64,8 @@ COMMANDS = {
     "fisher": Command(
         ".training.forgetting.fisher_command:main", "diagonal Fisher information of a run's model on its data"
     ),
-    "merge": Command(".commands.weights.merge:main", "merge an adapter into its base model"),
-    "export": Command(".commands.weights.export:main", "convert a checkpoint to a model folder that any tool loads"),
+    "merge": Command(".commands.weights:main_merge", "merge an adapter into its base model"),
+    "export": Command(".commands.weights:main_export", "convert a checkpoint to a model folder that any tool loads"),
     "publish": Command(".publish.publishing:main", "push a model or checkpoints to the Hub; skips what is there"),
     "reproduce": Command(".commands.reproduce:main", "restore a published run, and report the differences"),
     "report": Command(".commands.prepare:report", "write report.html of a run, or compare several"),

@@ -51,7 +51,7 @@ def test_eval_accepts_existing_fasttext_model(recipes, tmp_path) -> None:
     [
         (["train", "out", "good=a", "bad"], "write it as good=pages.jsonl"),
         (["train", "out", "good=a"], "there is one label, 'good'"),
-        (["train", "out", "good=a", "bad=b", "--held_out", 1], "write a share"),
+        (["train", "out", "good=a", "bad=b", "--held_out", 1], "write a finite number > 0 and < 1"),
         (["train", "out", "good=no/such.jsonl", "bad=b"], "no/such.jsonl"),
         (["eval", "no/such/model", "good={rows}", "bad={rows}"], "no fastText model"),
         (["eval", FASTTEXT, "en={rows}", "english={rows}"], "english=: the model has no label 'english'"),

@@ -40,7 +40,7 @@ def test_bash_completes_commands_recipes_and_keys(capsys, words, candidates):
     assert complete(capsys, *words) == candidates
 
 
-@pytest.mark.parametrize("shell", completion.SCRIPTS)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_script_of_each_shell_lists_all_commands(capsys, shell):
     completion.main([shell])
     script = capsys.readouterr().out

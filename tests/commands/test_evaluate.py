@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from tests import tiny
-from tests.commands.weights.test_export import build, write_model_checkpoint
+from tests.commands.test_export import build, write_model_checkpoint
 from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes

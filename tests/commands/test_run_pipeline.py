@@ -10,6 +10,7 @@ import pytest
 from tests.forked import ROOT
 from transformers import LlamaConfig
 
+from recipes_lib import cli
 from recipes_lib.commands.run_pipeline import describe, plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
@@ -323,3 +324,15 @@ def test_teaching_assistants_pass_teacher_between_stages() -> None:
     assert student.argv[student.argv.index("--teacher_model_name_or_path") + 1] == str(assistant.output)
     assert list(student.needs) == ["assistant"]
     assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]
+
+
+def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Path, Path]] = []
+    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo"]) == 3
+    ((file, output_dir),) = started
+    assert (file.name, output_dir) == ("demo.yaml", Path("demo"))
+    assert (file.parents[1] / "configs" / "demo" / "corpus.yaml").is_file()
+    assert cli.main(["demo", "--output", "x"]) == 2
+    assert not list(tmp_path.iterdir())

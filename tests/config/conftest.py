@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
-PARSERS = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
+PARSERS = {"corpus": CorpusConfig.parse, "eval": EvalConfig.parse, "synthesize": SynthesisConfig.parse}
 MINIMAL = """\
 model_name_or_path: owner/model
 dataset_name: owner/dataset

@@ -52,3 +52,23 @@ def test_commands_have_one_parser_class() -> None:
     users = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if ".ArgumentParser(" in path.read_text()}
     # The loader finds the recipe among the flags of any command.
     assert users == {"config/loader.py"}
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("preview --rows 0", "--rows: is 0\n    write a finite number >= 1"),
+        ("sample-pairs --output a.jsonl --num_answers 1", "--num_answers: is 1\n    write a finite number >= 2"),
+        (
+            "eval compare a b --judge j --prompts p --output_dir o --temperature nan --judge_tokens 0",
+            "--judge_tokens: is 0\n    write a finite number >= 1\n--temperature: is nan\n"
+            "    write a finite number >= 0",
+        ),
+        ("report a --output b.html", "--output: needs --compare\n    write it too, or remove this one"),
+    ],
+)
+def test_flags_are_verified_together_when_they_are_parsed(
+    command: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err == f"{problem}\n"

@@ -36,6 +36,7 @@ def test_missing_model_is_the_only_problem(parse) -> None:
         (MINIMAL, "no folder here for the results"),
         (f"{MINIMAL}output_dir: o\nbase_url: http://localhost/v1/completions\n", "needs the tokenizer"),
         (f"{MINIMAL}output_dir: o\nbase_url: http://localhost/v1/chat/completions\n", "expects messages"),
+        (f"{MINIMAL}output_dir: o\nbase_url: http://localhost/v1\nengine: vllm\n", "`engine` and `base_url`"),
     ],
 )
 def test_invalid_config_is_refused_with_remedy(parse, text: str, found: str) -> None:

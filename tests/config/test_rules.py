@@ -9,9 +9,8 @@ import pytest
 
 from recipes_lib.config import rules
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import WEIGHTS, LayersConfig
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table, read_lists
 from recipes_lib.errors import ConfigError
 
 COMMIT = "a" * 40
@@ -494,15 +493,15 @@ def test_curriculum_phases_are_validated(problems_of, phases, found) -> None:
     )
 
 
-CONFLICTS = read_lists(Path(rules.__file__).with_name("rules.yaml"))["conflicts"]
+CONFLICTS = [*read_lists(Path(rules.__file__).with_name("rules.yaml"))["conflicts"], *rules.DECISIONS]
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row["found"])
-def test_conflicts_name_keys_and_values(row) -> None:
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row['key']}: {row.get('found', row.get('why'))}")
+def test_conflicts_and_decisions_name_keys_and_values(row) -> None:
     """A misspelt key or value would never apply."""
     tables = [load_table(recipe).keys for recipe in row.get("recipes", " ".join(RECIPE_NAMES)).split()]
     compared = [*row.get("when", {}).items(), *row.get("unless", {}).items()]
-    assert any(row["key"] in keys for keys in tables)
+    assert any({row["key"], row.get("decider", row["key"])} <= keys.keys() for keys in tables)
     for key, values in compared:
         schemas = [keys[key].schema for keys in tables if key in keys]
         assert schemas

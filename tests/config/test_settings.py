@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.settings import DECISIONS, is_local
-from recipes_lib.config.table import RECIPE_NAMES, load_table
-
-
-def test_decisions_name_existing_keys() -> None:
-    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
-    assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
+from recipes_lib.config.settings import is_local
+from recipes_lib.config.table import RECIPE_NAMES
 
 
 def test_is_local_never_raises() -> None:

@@ -23,7 +23,7 @@ from tests.distributed.cells import (
 from tests.distributed.matrix import LAYOUTS
 from tests.rows import read_events
 
-from recipes_lib.commands.weights.export import export_checkpoint
+from recipes_lib.commands.weights import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
 PACKED, TIED = "sft packed", "pretrain tied"

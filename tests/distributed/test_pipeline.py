@@ -21,7 +21,7 @@ from tests.distributed.cells import (
 from tests.distributed.pipelines import CELLS, METRICS, SLOW_CELLS, build_job, build_rollback
 from tests.rows import read_events
 
-from recipes_lib.commands.weights.export import export_checkpoint
+from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.training.guards.replay_check import read_rollbacks
 
 pytestmark = pytest.mark.multiprocess

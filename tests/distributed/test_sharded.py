@@ -25,7 +25,7 @@ from tests.distributed.cells import (
 )
 from tests.rows import read_events
 
-from recipes_lib.commands.weights.export import export_checkpoint
+from recipes_lib.commands.weights import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
 PACKED, LORA = "sft packed", "lora padded"

@@ -21,9 +21,8 @@ from tests.rows import write_rows
 from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.boundary import run_command
-from recipes_lib.commands import reproduce
+from recipes_lib.commands import reproduce, weights
 from recipes_lib.commands.sampling import AnswerCounts, RowFile
-from recipes_lib.commands.weights import merge
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.packed.encoding import build_encoder
@@ -214,7 +213,7 @@ def write_the_card(folder: Path) -> None:
 
 
 def read_adapter(folder: Path) -> None:
-    merge._read_adapter(folder)
+    weights._read_adapter(folder)
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -222,7 +221,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "run.json, to report": ("run/run.json", read_figures),
     "run.json, to reproduce": ("run/run.json", repeat),
     "run.json, to trace": ("run/run.json", write_the_card),
-    "run.json, to merge": ("run/run.json", lambda folder: merge._read_bits(folder / "run")),
+    "run.json, to merge": ("run/run.json", lambda folder: weights._read_bits(folder / "run")),
     "COMPLETE.json of a checkpoint": ("run/checkpoint-2/COMPLETE.json", start),
     "COMPLETE.json, to verify": ("run/checkpoint-2/COMPLETE.json", lambda f: find_damage(f / "run" / "checkpoint-2")),
     "metrics.jsonl": ("run/metrics.jsonl", read_figures),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tests.forked import ROOT
 
+from recipes_lib.config.command_flags import holds
 from recipes_lib.errors import ConfigError
-from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
+from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
 
 
 def read(folder: Path, text: str) -> Pipeline:

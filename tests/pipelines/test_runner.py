@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from tests.forked import Launch
 
+from recipes_lib.config.command_flags import holds
 from recipes_lib.errors import EXIT_PREEMPTED, ConfigError, DataError, PreemptedError
 from recipes_lib.files import name_record, try_lock
-from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
+from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
 from recipes_lib.pipelines.runner import (
     find_broken_gates,
     fingerprint,

@@ -11,6 +11,8 @@ from tests.forked import ROOT
 from tests.planning.runs import build_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from recipes_lib.commands.planning.flags import GPU_HOURS_BETWEEN_FAILURES
+from recipes_lib.commands.planning.plan import Failures
 from recipes_lib.planning.compute import (
     compute_flops_per_token,
     compute_hours,
@@ -18,7 +20,6 @@ from recipes_lib.planning.compute import (
     compute_training_flops,
 )
 from recipes_lib.planning.devices import Kind, choose_device
-from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.planning.scaling import PUBLISHED

@@ -15,15 +15,8 @@ from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import (
-    Candidate,
-    Traffic,
-    _rank,
-    count_traffic,
-    extrapolate_kept,
-    search,
-    time_traffic,
-)
+from recipes_lib.planning.search import Candidate, _rank, extrapolate_kept, search
+from recipes_lib.planning.timing import Traffic, count_traffic, time_traffic
 
 REPLICATED, SHARDED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 

@@ -11,11 +11,8 @@ from tests.proving.benches import build_bench, write_losses
 from tests.rows import write_rows
 
 from recipes_lib.proving import throughput
-from recipes_lib.proving.bench import WrongResultError
+from recipes_lib.proving.bench import RUNS, WrongResultError
 from recipes_lib.proving.throughput import (
-    FINETUNING,
-    PEERS,
-    VARIANTS,
     measure_engine,
     measure_finetuning,
     measure_pretraining,
@@ -31,7 +28,7 @@ def test_pretraining_plans_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 16 * 82_000 < 1e9 * figures["planned_gb"] < 100e6
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *PEERS])
+@pytest.mark.parametrize("variant", [*RUNS["variants"], *RUNS["peers"]])
 def test_variant_of_pretraining_has_its_keys_and_launcher(tmp_path: Path, variant: str) -> None:
     seen = []
 
@@ -42,17 +39,17 @@ def test_variant_of_pretraining_has_its_keys_and_launcher(tmp_path: Path, varian
 
     bench = replace(build_bench(tmp_path, record), passed={"throughput-1B-default": SPEED})
     figures = measure_pretraining("1B", variant, bench)
-    if variant in PEERS:
+    if variant in RUNS["peers"]:
         assert figures["ours_over_it"] == 1.5
-        assert f'"compile": {str(PEERS[variant]).lower()}' in seen[0]
+        assert f'"compile": {str(RUNS["peers"][variant]).lower()}' in seen[0]
         return
     assert figures["tokens_per_second"] == 1.0
-    assert all(f"--{key}={value}" in seen[0] for key, value in VARIANTS[variant].items())
+    assert all(f"--{key}={value}" in seen[0] for key, value in RUNS["variants"][variant].items())
     assert ("fp8.yaml" in seen[0]) == ("--bf16=true" not in seen[0]) == (variant == "fp8")
 
 
 @pytest.mark.slow  # The default tier runs TRL's trainer in test_scripts, and our recipe in test_checks.
-@pytest.mark.parametrize("method", FINETUNING)
+@pytest.mark.parametrize("method", RUNS["finetuning"])
 def test_finetuning_is_compared_with_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.chdir(tmp_path)
     bench = build_bench(tmp_path)

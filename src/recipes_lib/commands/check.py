@@ -12,7 +12,7 @@ from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.commands.evaluate import check as check_evaluation
 from recipes_lib.commands.generated.synthesize import check as check_synthesis
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
+from recipes_lib.config.loader import load_for_command, split_recipe
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
@@ -29,13 +29,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: The configuration is invalid or the launch file does not exist, so that nothing else can be
             checked.
     """
-    about = "Find every problem of a run on a CPU, before it starts."
-    parser = CommandParser(prog="recipes check", description=about)
-    add_recipe_flags(parser)
-    parser.add_argument("--hardware", help="launch file of the run: name in accelerate_configs/, or path")
-    parser.add_argument("--num_processes", type=int, help="number of processes (default: of the launch file, or 1)")
+    parser = CommandParser("check")
     add_pipeline_flags(parser)
-    parser.add_argument("--migrate", type=Path, metavar="OLD", help="convert a file of TRL or alignment-handbook")
     recipe, rest = split_recipe(argv, TABLES)
     checks = {"corpus": check_corpus, "eval": check_evaluation, "synthesize": check_synthesis}
     if recipe in checks:

@@ -54,9 +54,7 @@ class Finding:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return ``EXIT_USER`` if something that every recipe needs is missing or broken."""
-    about = "Report the capabilities of this machine, and how to install missing ones."
-    parser = CommandParser(prog="recipes doctor", description=about)
-    parser.parse_args(arguments)
+    CommandParser("doctor").parse_args(arguments)
     findings = examine()
     sys.stdout.write("\n".join(map(str, findings)) + "\n")
     return EXIT_USER if any(finding.is_core and finding.verdict != "ok" for finding in findings) else EXIT_DONE
@@ -92,6 +90,11 @@ def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Findin
         return list(probe())
     except Exception as error:
         return [Finding(name, "broken", _first_line(error))]
+
+
+def _judge(name: str, obstacle: str, works: str, remedy: str = "") -> Finding:
+    """Return a finding: ``works`` without an obstacle."""
+    return Finding(name, "missing", obstacle, remedy) if obstacle else Finding(name, "ok", works)
 
 
 def _first_line(error: BaseException) -> str:
@@ -154,10 +157,8 @@ def _probe_torch() -> Iterator[Finding]:
 def _probe_bf16() -> Iterator[Finding]:
     from recipes_lib.hardware import supports_bf16
 
-    if supports_bf16():
-        yield Finding("bf16", "ok", "supported by the hardware")
-    else:
-        yield Finding("bf16", "missing", "not supported by the hardware; recipes compute in float32")
+    obstacle = "" if supports_bf16() else "not supported by the hardware; recipes compute in float32"
+    yield _judge("bf16", obstacle, "supported by the hardware")
 
 
 def _probe_attention() -> Iterator[Finding]:
@@ -199,26 +200,23 @@ def _try_import(name: str, remedy: str) -> Finding:
 def _probe_compile() -> Iterator[Finding]:
     from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle
 
-    if obstacle := find_compiler_obstacle():
-        yield Finding("torch.compile", "missing", obstacle, INSTALL_COMPILER)
-    else:
-        yield Finding("torch.compile", "ok", "Inductor and Triton can compile kernels")
+    works = "Inductor and Triton can compile kernels"
+    yield _judge("torch.compile", find_compiler_obstacle(), works, INSTALL_COMPILER)
 
 
 def _probe_trackers() -> Iterator[Finding]:
     for name in ("tensorboard", "trackio", "wandb"):
         remedy = _extra("track") if name == "tensorboard" else f"pip install {name}"
-        version = find_version(name)
-        yield Finding(name, "ok", version) if version else Finding(name, "missing", "not installed", remedy)
+        version = find_version(name) or ""
+        yield _judge(name, "" if version else "not installed", version, remedy)
 
 
 def _probe_hub_login() -> Iterator[Finding]:
     import huggingface_hub
 
-    if huggingface_hub.get_token() is None:
-        yield Finding("hub login", "missing", "no token", "hf auth login (only for gated models and for publishing)")
-    else:
-        yield Finding("hub login", "ok", "a token is stored; `hf auth whoami` asks whether it is valid")
+    obstacle = "no token" if huggingface_hub.get_token() is None else ""
+    works = "a token is stored; `hf auth whoami` asks whether it is valid"
+    yield _judge("hub login", obstacle, works, "hf auth login (only for gated models and for publishing)")
 
 
 def _probe_disk() -> Iterator[Finding]:
@@ -228,4 +226,4 @@ def _probe_disk() -> Iterator[Finding]:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         free_gb = shutil.disk_usage(existing).free / 1e9
         detail, remedy = f"{free_gb:.0f} GB free in {folder}", f"free some space, or set {key} to another disk"
-        yield Finding(name, "ok", detail) if free_gb >= MIN_FREE_GB else Finding(name, "missing", detail, remedy)
+        yield _judge(name, "" if free_gb >= MIN_FREE_GB else detail, detail, remedy)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
 from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
@@ -51,8 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if (record := evaluate_model(config)) is None:
         return EXIT_DONE
     report = write_eval_report(config.folder)
-    for line in describe(record):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in describe(record))
     sys.stdout.write(f"every question and answer: {report}\n")
     try:
         add_scores(Path(config.model_name_or_path), record)
@@ -87,10 +86,7 @@ def watch(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The folder holds no run.
     """
-    about = "Evaluate every checkpoint of a run while it trains elsewhere, until it ends."
-    parser = CommandParser(prog="recipes eval watch", description=about)
-    parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
-    options, given = parser.parse_known_args(list(argv))
+    options, given = CommandParser("eval watch").parse_known_args(argv)
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
     from recipes_lib.training.run import RUN_FILE
 
@@ -176,15 +172,7 @@ def compare(argv: Sequence[str]) -> None:
 
         judge_models(argv)
         return
-    parser = CommandParser(
-        prog="recipes eval compare",
-        description="Score differences of models on the same questions, with confidence intervals.",
-        epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
-    )
-    text = "output folders of `recipes eval`; the first is the baseline"
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
-    options = parser.parse_args(list(argv))
+    options = CommandParser("eval compare").parse_args(argv)
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
     verify_extra("recipes eval", "eval", "lm_eval")
@@ -210,7 +198,7 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
         given[0] = f"--model_name_or_path={given[0]}"
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
-    config = exit_after_help(parse_eval_command(given))
+    config = exit_after_help(EvalConfig.parse(given))
     verify_extra("recipes eval", "eval", "lm_eval")
     return config
 

@@ -18,21 +18,12 @@ from typing import Any, Final, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from recipes_lib import errors
 from recipes_lib.commands.launch import PORT, find_recipe_name
-from recipes_lib.config.command_flags import CommandParser
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
 from recipes_lib.config.loader import parse_command
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import (
-    EXIT_BUG,
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_PREEMPTED,
-    EXIT_STALLED,
-    EXIT_USER,
-    STATUSES,
-    ConfigError,
-    Problem,
-)
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, STATUSES, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.pipelines.runner import find_done
@@ -40,7 +31,6 @@ from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
-_ABOUT: Final = "Scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."
 JOBS: Final = "jobs"
 """Folder of the batch scripts and their output, in the ``output_dir`` of the pipeline."""
 RECORD: Final = "jobs.json"
@@ -48,9 +38,9 @@ RECORD: Final = "jobs.json"
 DATA: Final = "/data"
 """Mount point of the volume; the working directory of the image."""
 CPUS_PER_GPU: Final = 8
-"""CPUs requested per GPU of a shared machine; most machines have more per GPU."""
+"""CPUs requested per GPU of a shared machine (``flags.yaml``); most machines have more per GPU."""
 HOURS: Final = 24
-"""Default time limit of a job."""
+"""Default time limit of a job (``flags.yaml``)."""
 SRUN: Final = ("srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--cpu-bind=none")
 """Command that starts one launcher on every node of a SLURM job. Without ``--cpu-bind=none`` the launcher and all of
 its processes would share the cores of one task."""
@@ -62,14 +52,9 @@ _CONSTANTS: Final = {
     # Patterns for grep in `run.json`: the exit code of a launcher does not distinguish these ends.
     "resumable": f'"status": "({STATUSES[EXIT_PREEMPTED]}|{STATUSES[EXIT_STALLED]})"',
     "final": f'"status": "({STATUSES[EXIT_USER]}|{STATUSES[EXIT_DIVERGED]})"',
-    "exit_done": EXIT_DONE,
-    "exit_bug": EXIT_BUG,
-    "exit_user": EXIT_USER,
-    "exit_preempted": EXIT_PREEMPTED,
-    "exit_diverged": EXIT_DIVERGED,
-    "exit_stalled": EXIT_STALLED,
+    **{name.lower(): code for name, code in vars(errors).items() if name.startswith("EXIT_")},
 }
-"""Constants of the templates; ``retries`` is the number of restarts after a failure of unknown cause."""
+"""Constants of the templates, exit codes included; ``retries``: restarts after a failure of unknown cause."""
 
 
 class Cluster(NamedTuple):
@@ -107,36 +92,11 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or the launch file is invalid, or they are incompatible; or a flag is wrong,
             missing or not supported for the cluster.
     """
-    parser = CommandParser(prog="recipes job", description=_ABOUT)
+    parser = CommandParser("job")
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
-    parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument("--config", metavar="F", required=True, help="configuration; further flags override its keys")
-    parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
-    add_machine_flags(parser)
-    parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
-    add_cloud_flags(parser)
-    parser.add_argument("--name", help="name of the job (default: that of output_dir)")
-    text = "output directory of the run (default: that of the recipe)"
-    parser.add_argument("--output_dir", metavar="DIR", help=text)
+    add_flags(parser, FLAGS["machines"] | FLAGS["clouds"])
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
-
-
-def add_machine_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags of the resources of a job."""
-    parser.add_argument("--num_nodes", type=int, default=1, help="number of machines (default: 1)")
-    parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each machine (default: 1)")
-    text = f"SLURM: share machines with other jobs (default: whole machines; for a single GPU {CPUS_PER_GPU})"
-    parser.add_argument("--cpus_per_gpu", type=int, help=text)
-    text = "name of an environment variable that the cluster stores as a secret"
-    parser.add_argument("--secret", action="append", default=[], dest="secrets", metavar="SECRET", help=text)
-    parser.add_argument("--hours", type=int, help=f"time limit of a job (default: {HOURS})")
-
-
-def add_cloud_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags of image and storage of a cloud machine."""
-    parser.add_argument("--image", help="container image")
-    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
 
 
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
@@ -226,9 +186,7 @@ def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[
 
 
 def _find_wrong_values(options: argparse.Namespace, file: str) -> Iterator[Problem]:
-    for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
-        if getattr(options, flag) is not None and getattr(options, flag) < 1:
-            yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
+    yield from find_problems(FLAGS["machines"], options)
     for name in options.secrets:
         if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
             # Not quoted: it may be the secret itself.
@@ -247,7 +205,7 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     """Submit the stages that are neither done nor queued, and print the job of each.
 
     Args:
-        options: Flags of ``recipes run``: the pipeline file, the executor, and those of ``add_machine_flags``.
+        options: Flags of ``recipes run``: the pipeline file, the executor, and ``machines`` of ``flags.yaml``.
         pipeline: The pipeline.
         chosen: Stages to submit, in order.
 

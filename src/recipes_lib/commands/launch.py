@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import add_recipe_flags, parse_command, split_recipe
+from recipes_lib.config.loader import parse_command, split_recipe
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -142,17 +142,8 @@ def main(argv: Sequence[str]) -> int:
             with the recipe, is for one process instead of several, or needs GPUs that this machine lacks; or the
             address of machine 0 is unknown. As ``verify_fp8``, except for a dry run.
     """
-    about = "Start a recipe on one or several machines: print accelerate's command, and execute it."
-    parser = CommandParser(prog="recipes launch", description=about)
-    add_recipe_flags(parser)
-    parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
-    parser.add_argument("--num_processes", type=int, help="on all machines together (default: one per GPU)")
+    parser = CommandParser("launch")
     add_pipeline_flags(parser)
-    parser.add_argument("--num_machines", type=int, help="default: from variables of SLURM or torchrun, or 1")
-    parser.add_argument("--machine_rank", type=int, help="rank of this machine, from 0")
-    parser.add_argument("--main_process_ip", help="host name or address of machine 0")
-    parser.add_argument("--main_process_port", type=int, help="port of machine 0")
-    parser.add_argument("--dry_run", action="store_true", help="print the command without running it")
     options, overrides = parser.parse_known_args(argv)
     recipe = find_recipe_name(argv)
     named = ["--config", options.config, *overrides] if options.config else overrides

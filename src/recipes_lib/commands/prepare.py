@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
+from recipes_lib.config.loader import load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors
 
 if TYPE_CHECKING:
@@ -39,10 +38,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         ConfigError: The configuration is invalid.
         DataError: The data cannot be read or tokenised.
     """
-    about = "Tokenise, mask and pack the data of a run, unless the prepared set exists."
-    parser = CommandParser(prog="recipes prepare", description=about)
-    add_recipe_flags(parser)
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = CommandParser("prepare").parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     started = time.monotonic()
     summary, is_new, places = _prepare(config, load_tokenizer)
@@ -101,15 +97,8 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
         DataError: As ``build_preview``.
     """
-    about = "Show training rows token by token, with the loss mask."
-    parser = CommandParser(prog="recipes preview", description=about)
-    add_recipe_flags(parser)
-    parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="also write them as an HTML page")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = CommandParser("preview").parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
-    if options.rows < 1:
-        raise ConfigError(Problem("--rows", f"is {options.rows}", "write 1 or more"))
     from rich.console import Console
 
     from recipes_lib.data.packed.preview import build_preview, render_text
@@ -133,20 +122,12 @@ def report(argv: Sequence[str]) -> None:
         ConfigError: As ``write_comparison``; or ``--output`` is given without ``--compare``.
         DataError: A folder holds no run.
     """
-    about = "Write report.html of each run, index.html of a folder of runs or a pipeline, or a comparison of runs."
-    parser = CommandParser(prog="recipes report", description=about)
-    parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
-    parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
-    text = "page of --compare, or a folder for it (default: compare.html)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
-    options = parser.parse_args(argv)
+    options = CommandParser("report").parse_args(argv)
     if options.compare:
         from recipes_lib.report.run_comparison import write_comparison
 
         sys.stdout.write(f"{write_comparison(options.output_dir, options.output or Path('compare.html'))}\n")
         return
-    if options.output is not None:
-        raise ConfigError(Problem("--output", "has no effect without --compare", "add it, or delete this flag"))
     from recipes_lib.report.overview import write_overview
     from recipes_lib.report.page import build_report
     from recipes_lib.report.run_files import is_run

@@ -29,18 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: There is no such check, the machine has fewer GPUs than requested, or another process writes to the
             folder.
     """
-    parser = CommandParser(
-        prog="recipes prove",
-        description="Compare results, throughput and memory of this machine with references, without a network. "
-        "The same command resumes after an interruption.",
-    )
-    parser.add_argument("--minutes", type=float, default=30.0, help="no check starts after this time (default: 30)")
-    parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")
-    parser.add_argument("--page", type=Path, help="also write the page to this file, such as docs/results_gpu.md")
-    parser.add_argument("--gpus", type=int, help="number of GPUs that are compared with one (default: all)")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="names of checks, or prefixes of names")
-    parser.add_argument("--small", action="store_true", help="small sizes and few steps, as without a GPU")
-    options = parser.parse_args(list(arguments))
+    options = CommandParser("prove").parse_args(arguments)
     import torch  # After parsing: `--help` and a wrong flag need no torch.
 
     from recipes_lib.proving.bench import Bench

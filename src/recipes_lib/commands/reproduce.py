@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: There is no record of a run, or its configuration is no longer valid; all problems at once.
     """
-    options = _parse(argv)
+    options = CommandParser("reproduce").parse_args(argv)
     record = _read_record(options.source, options.revision)
     recipe = record["stage"]
     # Resolved, because `..` has no name of its own.
@@ -200,12 +199,3 @@ def _fetch(repository: str, revision: str | None) -> Path:
         words = "the Hub is out of reach" if is_away else str(error).strip().partition("\n")[0]
         found = f"its run.json cannot be fetched: {words}"
         raise ConfigError(Problem(repository, found, "check name, network and login")) from error
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Restore configuration and package versions of a published run, and report differences."
-    parser = CommandParser(prog="recipes reproduce", description=about)
-    parser.add_argument("source", help="repository on the Hub, or output directory of a run")
-    parser.add_argument("--revision", help="commit, branch or tag of the repository, such as step-500")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to (default: reproduced/NAME)")
-    return parser.parse_args(argv)

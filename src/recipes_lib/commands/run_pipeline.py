@@ -1,4 +1,4 @@
-"""``recipes run``: run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."""
+"""``recipes run``: run the stages of a pipeline file, such as pretraining, SFT and evaluation; and ``recipes demo``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.job import CLUSTERS, add_cloud_flags, add_machine_flags, submit_stages
-from recipes_lib.commands.planning.flags import add_flags, find_problems
-from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.commands.job import CLUSTERS, submit_stages
+from recipes_lib.commands.planning.flags import PLANNING_FLAGS
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.files import parse_number
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options = parser.parse_args(list(argv))
-    if problems := list(find_problems("run", options)):
+    if problems := list(find_problems(PLANNING_FLAGS["run"], options)):
         raise ConfigError(*problems)
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     # Not `or`: an empty name, of an unset shell variable, would select all stages.
@@ -82,16 +82,29 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def demo(argv: Sequence[str]) -> int:
+    """Run ``recipes demo``; return the exit code of the first stage that fails.
+
+    Raises:
+        ConfigError: As ``run_demo``.
+        DataError: As ``run_demo``.
+    """
+    options = CommandParser("demo").parse_args(argv)
+    from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
+
+    return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    about = "Run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."
-    parser = CommandParser(prog="recipes run", description=about)
+    parser = CommandParser("run")
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
-    add_flags(parser, "run")
+    add_flags(parser, PLANNING_FLAGS["run"])
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
     executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
     parser.add_argument("--executor", default="local", choices=executors, help=text)
-    add_machine_flags(parser.add_argument_group("other executors; with slurm, for stages with a launch file"))
-    add_cloud_flags(parser.add_argument_group("--executor kubernetes and skypilot"))
+    machines = parser.add_argument_group("other executors; with slurm, for stages with a launch file")
+    add_flags(machines, FLAGS["machines"])
+    add_flags(parser.add_argument_group("--executor kubernetes and skypilot"), FLAGS["clouds"])
     return parser
 
 
@@ -244,7 +257,7 @@ def _inspect(stage: Stage) -> None:
 
 
 def _load(stage: Stage) -> None:
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
+    commands = {"corpus": CorpusConfig.parse, "eval": EvalConfig.parse, "synthesize": SynthesisConfig.parse}
     if stage.recipe in commands:
         commands[stage.recipe](stage.argv)
         return

@@ -256,16 +256,7 @@ def main_pairs(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other pairs.
         DataError: The prompts cannot be read.
     """
-    parser = CommandParser(
-        prog="recipes sample-pairs",
-        description="Sample several answers to each prompt from a policy, and keep the best and the worst as a pair.",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="file of the pairs, JSON Lines")
-    parser.add_argument("--num_answers", type=int, default=4, help="answers per prompt (default: 4)")
-    parser.add_argument("--config", metavar="F", help="PPO configuration; further --key value flags override it")
-    options, overrides = parser.parse_known_args(argv)
-    if options.num_answers < 2:
-        raise ConfigError(Problem("--num_answers", f"is {options.num_answers}", "write 2 or more: a pair has two"))
+    options, overrides = CommandParser("sample-pairs").parse_known_args(argv)
     config = load_for_command("ppo", overrides, options.config)
     sys.stdout.write(f"{options.output}: {write_pairs(config, options.output, options.num_answers)}\n")
 
@@ -386,15 +377,7 @@ def main_answers(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other answers.
         DataError: The prompts cannot be read.
     """
-    parser = CommandParser(
-        prog="recipes distill-write",
-        description="Sample answers to prompts from a teacher, and write them as rows to fine-tune a student on.",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
-    text = "handling of <think> ... </think> (default: keep)"
-    parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=text)
-    parser.add_argument("--config", metavar="F", help="distillation configuration; further flags override its keys")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = CommandParser("distill-write").parse_known_args(argv)
     config = load_for_command("distill", overrides, options.config)
     sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")
 

@@ -73,20 +73,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag or the configuration is invalid, or the file holds other scores.
         DataError: The rows cannot be read.
     """
-    parser = CommandParser(
-        prog="recipes score",
-        usage="recipes score MODEL --dataset_name D --output FILE [--key value ...]",
-        description="Write every row of a dataset with its loss, target tokens and bits per byte under a model; "
-        "preference pairs with those of both answers. The same command resumes after an interruption.",
-        epilog="Further flags are keys of recipes/sft.py: dataset_name, dataset_train_split, loss_on, max_length, ...",
-    )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a model or an adapter")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines; FILE.html beside it")
-    parser.add_argument("--prefix", default="", help="prefix of the names of the new columns, such as base_")
-    parser.add_argument("--min_loss", type=float, default=-math.inf, help="drop rows with a lower loss")
-    parser.add_argument("--max_loss", type=float, default=math.inf, help="drop rows with a higher loss")
-    parser.add_argument("--config", metavar="F", help="SFT configuration; further --key value flags override it")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = CommandParser("score").parse_known_args(argv)
     if not options.min_loss <= options.max_loss:  # Also true for NaN.
         found = f"no loss is between {options.min_loss} and {options.max_loss}"
         raise ConfigError(Problem("--min_loss", found, "swap or correct them"))

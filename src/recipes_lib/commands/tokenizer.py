@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> None:
         # Read again instead of kept in memory.
         usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
         held_out = measure_usage(tokenizer, tail.texts)
-    for line in describe(tokenizer, usage, held_out):
-        sys.stdout.write(f"{line}\n")
+    sys.stdout.writelines(f"{line}\n" for line in describe(tokenizer, usage, held_out))
     sys.stdout.write(f"{'written to' if is_new else 'identical to the tokenizer in'} {options.output_dir}\n")
 
 
@@ -166,21 +165,11 @@ def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: To
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Train a byte-level BPE tokenizer on data in any layout, and measure its compression."
-    parser = CommandParser(prog="recipes tokenizer", description=about)
+    parser = CommandParser("tokenizer")
     if any(word.partition("=")[0] == "--dataset_name" for word in argv):  # As recipes name it.
         parser.add_argument("--dataset_name", dest="data", nargs="+")
     else:
         parser.add_argument("data", nargs="+", metavar="DATA", help="files, folders or Hub ids, of any layout")
-    parser.add_argument("--vocab_size", type=int, required=True, metavar="N", help="tokens, special ones included")
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
-    parser.add_argument("--special_token", action="extend", nargs="+", default=[], metavar="T", help="special tokens")
-    parser.add_argument("--eos_token", metavar="T", help="token at the end of a text (default: <|endoftext|>)")
-    parser.add_argument("--chat_template", metavar="T", help="`chatml`, or a Jinja file; renders chats")
-    # Named like keys of recipes, because errors of the data name them in remedies.
-    parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
-    parser.add_argument("--dataset_revision", help="commit, tag or branch of a Hub dataset")
-    parser.add_argument("--dataset_train_split", default="train", help="split to read (default: train)")
     parser.add_argument("--dataset_format", default="auto", choices=get_args(DatasetFormat), help="layout of the rows")
     return parser.parse_args(argv)
 

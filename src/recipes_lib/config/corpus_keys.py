@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
-from recipes_lib.config.loader import CommandConfig, parse_keys
+from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_exists, looks_local
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
@@ -218,9 +218,41 @@ class MixtureKeys:
     """Maximum passes over a source; its remaining share goes to the other sources."""
 
 
+_MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys, CommandConfig):
     """Configuration of a corpus."""
+
+    TABLE = "corpus"
+
+    def find_problems(self, settings: Settings) -> Iterator[Problem]:
+        """Yield problems of the configuration as a whole."""
+        bounds = self.perplexity_bounds or []
+        if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
+            remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
+            yield settings.problem("perplexity_bounds", f"`perplexity_bounds` is {bounds}", remedy)
+        for name, threshold in (self.language_thresholds or {}).items():
+            if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+                found = f"`language_thresholds` has `{name}: {threshold}`"
+                yield settings.problem("language_thresholds", found, "write a probability from 0 to 1")
+        for key in ("tokenizer_name_or_path", *_MODELS):
+            path = settings[key]
+            if path and (key in _MODELS or looks_local(path)):
+                yield from check_exists(settings.where(key), key, path)
+        yield from self._find_source_problems(settings)
+
+    def _find_source_problems(self, settings: Settings) -> Iterator[Problem]:
+        labels = [label_entry(entry) for entry in self.sources]
+        for label, entry in zip(labels, self.sources, strict=True):
+            if labels.count(label) > 1:
+                yield settings.problem("sources", f"two sources have the name `{label}`", "give each its own `label`")
+            if entry.get("html") and entry.get("kind") == "chat":
+                found = f"`{label}` has both `kind: chat` and `html: true`"
+                yield settings.problem("sources", found, "delete one of the two")
+            if self.mixture == "weights" and not entry.get("weight", 0) > 0:
+                yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 
 
 CORPUS_SECTIONS: Final[Mapping[str, type]] = {
@@ -237,58 +269,6 @@ JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
 """Jobs with arguments of their own in ``executor_options``."""
 MAX_SAMPLES: Final = 20
 """Samples collected per task: the maximum of ``num_samples``, so that changing it needs no recomputation."""
-_MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path")
-_PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
-
-
-def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
-    """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
-    """
-    paths = (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of", "sources", "benchmarks")
-    return parse_keys("corpus", argv, CorpusConfig, paths, _find_problems)
-
-
-def _find_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem]:
-    classifies = config.toxicity_classifier_path and config.toxicity_classifier_label
-    bounds = config.perplexity_bounds or []
-    for key, is_missing, remedy in (
-        ("language", not config.languages, "write languages: [en]"),
-        ("classifier", not (config.classifier_path and config.classifier_label), "write its path and label"),
-        ("toxicity", not (config.toxic_words or classifies), "write toxic_words: [words.txt], or path and label"),
-        ("perplexity", not config.perplexity_model_path, "write perplexity_model_path"),
-    ):
-        if settings[key] != "off" and is_missing:
-            yield settings.problem(key, f"`{key}: {settings[key]}` lacks its input", remedy)
-    if config.perplexity == "apply" and not bounds:
-        remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them writes a histogram"
-        yield settings.problem("perplexity", "`perplexity: apply` has no bounds", remedy)
-    if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
-        remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
-        yield settings.problem("perplexity_bounds", f"`perplexity_bounds` is {bounds}", remedy)
-    for name, threshold in (config.language_thresholds or {}).items():
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-            found = f"`language_thresholds` has `{name}: {threshold}`"
-            yield settings.problem("language_thresholds", found, "write a probability from 0 to 1")
-    for key in _PATHS[1:]:
-        path = settings[key]
-        if path and (key in _MODELS or looks_local(path)):
-            yield from check_exists(settings.where(key), key, path)
-    yield from _find_source_problems(config, settings)
-
-
-def _find_source_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem]:
-    labels = [label_entry(entry) for entry in config.sources]
-    for label, entry in zip(labels, config.sources, strict=True):
-        if labels.count(label) > 1:
-            yield settings.problem("sources", f"two sources have the name `{label}`", "give each its own `label`")
-        if entry.get("html") and entry.get("kind") == "chat":
-            found = f"`{label}` has both `kind: chat` and `html: true`"
-            yield settings.problem("sources", found, "delete one of the two")
-        if config.mixture == "weights" and not entry.get("weight", 0) > 0:
-            yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 
 
 def label_entry(entry: Mapping[str, Any]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import CommandConfig, parse_keys
+from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_folders, check_reference
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
@@ -81,6 +81,8 @@ class EvaluationOutputKeys:
 class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConfig):
     """Configuration of an evaluation."""
 
+    TABLE = "eval"
+
     @property
     def folder(self) -> Path:
         """Folder of the results."""
@@ -91,6 +93,30 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
         """Whether ``base_url`` is a chat endpoint, which applies chat template and tokenizer itself."""
         return self.base_url is not None and self.base_url.rstrip("/").endswith("chat/completions")
 
+    def find_problems(self, settings: Settings) -> Iterator[Problem]:
+        """Yield problems of the configuration as a whole."""
+        name = self.model_name_or_path
+        yield from check_folders("include_path", settings)
+        if self.is_chat_endpoint:
+            if not self.apply_chat_template:
+                remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
+                yield settings.problem("base_url", "a chat endpoint expects messages", remedy)
+        elif self.base_url is not None:
+            if self.tokenizer_name_or_path is None:
+                remedy = "name the tokenizer of the model that the endpoint serves"
+                yield settings.problem(
+                    "base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy
+                )
+        elif name:
+            yield from check_reference(settings.where("model_name_or_path"), "model_name_or_path", name)
+        if self.tokenizer_name_or_path is not None:
+            where = settings.where("tokenizer_name_or_path")
+            yield from check_reference(where, "tokenizer_name_or_path", self.tokenizer_name_or_path)
+        if name and self.output_dir is None and (self.base_url is not None or not is_local(name)):
+            yield settings.problem(
+                "output_dir", "the model has no folder here for the results", "write output_dir: ..."
+            )
+
 
 EVAL_SECTIONS: Final[Mapping[str, type]] = {
     "model": EvaluatedModelKeys,
@@ -98,16 +124,6 @@ EVAL_SECTIONS: Final[Mapping[str, type]] = {
     "output": EvaluationOutputKeys,
 }
 """Heading in ``--help`` -> the keys below it."""
-_PATHS: Final = ("model_name_or_path", "tokenizer_name_or_path", "include_path", "output_dir")
-
-
-def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
-    """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
-    """
-    return parse_keys("eval", argv, EvalConfig, _PATHS, _find_contradictions)
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
@@ -116,26 +132,6 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
     """
-    config = parse_keys("eval", ["--config", path], EvalConfig, _PATHS, lambda *_: (), required=["tasks"])
+    config = EvalConfig.parse(["--config", path], required=["tasks"])
     assert not isinstance(config, str)
     return config
-
-
-def _find_contradictions(config: EvalConfig, settings: Settings) -> Iterator[Problem]:
-    name = config.model_name_or_path
-    yield from check_folders("include_path", settings)
-    if config.is_chat_endpoint:
-        if not config.apply_chat_template:
-            remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
-            yield settings.problem("base_url", "a chat endpoint expects messages", remedy)
-    elif config.base_url is not None:
-        if config.tokenizer_name_or_path is None:
-            remedy = "name the tokenizer of the model that the endpoint serves"
-            yield settings.problem("base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy)
-    elif name:
-        yield from check_reference(settings.where("model_name_or_path"), "model_name_or_path", name)
-    if config.tokenizer_name_or_path is not None:
-        where = settings.where("tokenizer_name_or_path")
-        yield from check_reference(where, "tokenizer_name_or_path", config.tokenizer_name_or_path)
-    if name and config.output_dir is None and (config.base_url is not None or not is_local(name)):
-        yield settings.problem("output_dir", "the model has no folder here for the results", "write output_dir: ...")

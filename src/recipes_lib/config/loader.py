@@ -11,19 +11,19 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_known, read_lists
-from recipes_lib.config.rules import RULES, check_given
+from recipes_lib.config.recipes import read_known
+from recipes_lib.config.rules import COMMAND_RULES, DECISIONS, RULES, check_given, is_overruled
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
-from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
-from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table
+from recipes_lib.config.settings import Settings
+from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
     Entry,
@@ -42,6 +42,13 @@ from recipes_lib.shipped import find_recipe, find_shipped
 _HELP_WIDTH: Final = 100
 """Maximum columns of ``--help``, also in a wider terminal."""
 _YAML: Final = (".yaml", ".yml")
+_EXPANDED: Final = {
+    *PATH_KEYS,
+    *("eval_tasks_include_path", "include_path", "dataset_mixture", "sources", "benchmarks", "benchmarks_of"),
+    *("classifier_path", "language_model_path", "perplexity_model_path", "toxicity_classifier_path", "toxic_words"),
+    *("duplicates_of", "refusals_path", "judge", "judge_prompt", "method"),
+}
+"""Keys of recipes and commands whose value is or contains paths, in which ``~/`` is expanded."""
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
@@ -111,13 +118,6 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
     return "\n".join(lines).strip()
 
 
-def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--recipe`` and ``--config`` to a command."""
-    parser.add_argument("--recipe", "--stage", help="recipe (default: the first word of the file's name, or sft)")
-    about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
-    parser.add_argument("--config", metavar="F", help=about)
-
-
 def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
     """Return the recipe of a command, and the remaining arguments.
 
@@ -169,11 +169,14 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
     return exit_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
 
 
+Parsed = TypeVar("Parsed")
+
+
 def exit_after_help(parsed: Parsed | str) -> Parsed:
     """Return a configuration, or print the text of ``--help`` or ``--print-config`` and exit.
 
     Args:
-        parsed: Result of ``parse_command`` or ``parse_keys``.
+        parsed: Result of ``parse_command`` or ``CommandConfig.parse``.
 
     Raises:
         SystemExit: ``parsed`` is a text.
@@ -305,7 +308,7 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:
-    settings = _read_settings(path, entries, table, problems, _adapt)
+    settings = _read_settings(path, entries, table, problems)
     for rule in RULES[table.recipe]:
         problems.extend(rule(settings))
     if problems:
@@ -325,13 +328,7 @@ def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry
     return [*entries, *command.entries]
 
 
-def _read_settings(
-    path: Path | None,
-    entries: Sequence[Entry],
-    table: KeyTable,
-    problems: list[Problem],
-    adapt: Callable[[str, Any], Any],
-) -> Settings:
+def _read_settings(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> Settings:
     """Parse the values of the entries; append errors to ``problems``.
 
     Args:
@@ -339,7 +336,6 @@ def _read_settings(
         entries: Entries of the file and the flags; a later one overrides an earlier one.
         table: Keys of the recipe or command.
         problems: List that errors are appended to.
-        adapt: Function of key and parsed value that returns the effective value.
     """
     # Flags come last and override the file.
     given = {entry.key: entry for entry in entries}
@@ -358,7 +354,7 @@ def _read_settings(
         else:
             value = Reader(entry.locate, problems).read(key, entry.node, table.keys[key].schema)
             if value is not INVALID:
-                values[key] = adapt(key, value)
+                values[key] = _adapt(key, value)
     if more := unknown[_MAX_EXPLAINED:]:
         remedy = f"is it a file for recipe {table.recipe}? see docs/configs/{table.recipe}.md"
         problems.append(Problem(more[0].where, f"more unknown keys: {len(more):,}", remedy))
@@ -371,7 +367,7 @@ def _adapt(key: str, value: Any) -> Any:
         return None
     if key == "eval_datasets" and value is not None:
         return {name: expand_paths(entry) for name, entry in value.items()}
-    return expand_paths(value) if key in (*PATH_KEYS, "eval_tasks_include_path", "dataset_mixture") else value
+    return expand_paths(value) if key in _EXPANDED else value
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
@@ -380,11 +376,11 @@ def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
     values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
     # Keys without effect are reset, so that run.json and --print-config do not show values that were not used.
-    for decision in DECISIONS:
-        if decision.applies(settings) and settings[decision.key] is not None:
-            provenance[decision.key] = f"derived: {decision.why}"
-            values[decision.key] = decision.becomes
-    values = {key: value for key, value in values.items() if value is not ABSENT}
+    for row in DECISIONS:
+        if settings[row["key"]] is not None and is_overruled(row, settings):
+            provenance[row["key"]] = f"derived: {row['why']}"
+            values.pop(row["key"], None)
+            values |= {row["key"]: row["becomes"]} if "becomes" in row else {}
     sections = {
         name: section(
             **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
@@ -489,55 +485,48 @@ class CommandConfig:
     """Configuration of a command that has keys of its own; their sections are further base classes.
 
     Attributes:
+        TABLE: Name of the key table, one of ``table.TABLES``.
         path: The YAML file; ``None`` when everything came from flags.
     """
 
+    TABLE: ClassVar[str]
     path: Path | None = None
+
+    @classmethod
+    def parse(cls, argv: Sequence[str], required: Sequence[str] = ()) -> Self | str:
+        """Parse the arguments of the command, or return the text of ``--help`` or ``--print-config``.
+
+        Args:
+            argv: Command-line arguments.
+            required: Keys that must be set instead of those of the key table; then ``find_problems`` is not called.
+
+        Raises:
+            ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
+        """
+        table, problems = load_table(cls.TABLE), list[Problem]()
+        command = parse_command_line(argv, table, problems)
+        if command.wants == "help":
+            return format_help(table)
+        entries = _gather_entries(command, problems)
+        settings = _read_settings(command.config, entries, table, problems)
+        for key in required or table.required:
+            problems += check_given(settings, key)
+        config = cls(path=command.config, **settings.values)
+        if not required:
+            for rule in COMMAND_RULES:
+                problems += rule(settings)
+            problems += config.find_problems(settings)
+        if problems:
+            raise ConfigError(*_in_order(problems, command.config))
+        if command.wants != "print":
+            return config
+        origins = {key: settings.given[key].where if key in settings.given else "default" for key in table.keys}
+        return _format_values(table, settings.values, origins)
+
+    def find_problems(self, settings: Settings) -> Iterator[Problem]:
+        """Yield problems of the configuration as a whole."""
+        raise NotImplementedError
 
     def list_values(self) -> dict[str, Any]:
         """Return every key with its value as JSON types, without ``path``."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "path"}
-
-
-Parsed = TypeVar("Parsed")
-
-
-def parse_keys(
-    name: str,
-    argv: Sequence[str],
-    kind: Callable[..., Parsed],
-    paths: Collection[str],
-    find_problems: Callable[[Parsed, Settings], Iterable[Problem]],
-    required: Sequence[str] | None = None,
-) -> Parsed | str:
-    """Parse the arguments of a command into its configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Args:
-        name: Name of the key table, one of ``table.TABLES``.
-        argv: Command-line arguments.
-        kind: Configuration class; called with the keys that were set and ``path``, the YAML file.
-        paths: Keys whose value is or contains paths, in which ``~/`` is expanded.
-        find_problems: Function that yields problems of the configuration as a whole.
-        required: Keys that must be set; ``None``: those of the key table.
-
-    Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
-    """
-    table, problems = load_table(name), list[Problem]()
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
-        return format_help(table)
-    entries = _gather_entries(command, problems)
-    settings = _read_settings(
-        command.config, entries, table, problems, lambda key, value: expand_paths(value) if key in paths else value
-    )
-    for key in table.required if required is None else required:
-        problems += check_given(settings, key)
-    config = kind(path=command.config, **settings.values)
-    problems += find_problems(config, settings)
-    if problems:
-        raise ConfigError(*_in_order(problems, command.config))
-    if command.wants != "print":
-        return config
-    origins = {key: settings.given[key].where if key in settings.given else "default" for key in table.keys}
-    return _format_values(table, settings.values, origins)

@@ -17,13 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table
-
-# libyaml, if PyYAML was built with it, parses these files about twenty times faster.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table, read_lists
 
 
 def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
@@ -109,12 +104,6 @@ def _gather(part: str, recipe: str) -> dict[str, Any]:
 @functools.cache
 def _read() -> Mapping[str, Any]:
     return read_lists(Path(__file__).with_name("recipes.yaml"))
-
-
-def read_lists(path: Path) -> Mapping[str, Any]:
-    """Load a YAML file of this package."""
-    lists: Mapping[str, Any] = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
-    return lists
 
 
 _NAMED: Final = re.compile(r"`(\w+)[`:]")

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.paths import check_folders, check_paths
-from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
-from recipes_lib.config.settings import DECISIONS, Settings, is_local
-from recipes_lib.config.table import describe, load_table
+from recipes_lib.config.settings import Settings, is_local
+from recipes_lib.config.table import describe, load_table, read_lists
 from recipes_lib.errors import Problem, suggest
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -30,6 +29,8 @@ _EXCLUSIVE: Final = [
 ]
 """Pairs of mutually exclusive keys, with the remedy; a problem is reported at the second key."""
 
+DECISIONS: Final[Sequence[Mapping[str, Any]]] = _TABLES["decisions"]
+"""Keys that have no effect because of another one: ``key``, ``decider``, ``why``, ``becomes``, and conditions."""
 SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
 """Keys that are a share of the run or dataset below 1, and an integer count from 1."""
 _HAVE_REFERENCE: Final = tuple(
@@ -90,9 +91,12 @@ class Dependency:
         return settings.problem(key, found, remedy)
 
     def _allows(self, value: Any) -> bool:
-        if not self.values:
-            return bool(value)
-        return any(item in self.values for item in (value if isinstance(value, list) else [value]))
+        return _holds_any(value, self.values) if self.values else bool(value)
+
+
+def _holds_any(value: Any, values: Sequence[Any]) -> bool:
+    """Return whether a value, or an item of a list, is one of ``values``."""
+    return value in values or (isinstance(value, list) and any(item in values for item in value))
 
 
 _DEPENDENCIES: Final = (
@@ -114,13 +118,27 @@ def check_exclusive(settings: Settings) -> Iterator[Problem]:
 def check_conflicts(settings: Settings) -> Iterator[Problem]:
     """No key has a value that values of other keys exclude."""
     for row in _TABLES["conflicts"]:
-        if settings.table.recipe not in row.get("recipes", settings.table.recipe).split():
-            continue
-        needed, excluded = row.get("when", {}), row.get("unless", {})
-        is_met = all(settings[key] in values for key, values in needed.items())
-        if is_met and not any(settings[key] in values for key, values in excluded.items()):
-            found = row["found"].format_map({key: settings[key] for key in (*needed, *excluded)})
-            yield settings.problem(row["key"], found, row["remedy"])
+        if _applies(row, settings):
+            yield settings.problem(row["key"], row["found"].format_map(settings), row["remedy"])
+
+
+def _applies(row: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether the conditions ``recipes``, ``when`` and ``unless`` of a row are met."""
+    needed, excluded = row.get("when", {}), row.get("unless", {})
+    # The default of a key with an invalid value, which is reported alone.
+    if any(map(settings.broken, (*needed, *excluded))):
+        return False
+    is_met = settings.table.recipe in row.get("recipes", settings.table.recipe).split()
+    is_met = is_met and all(_holds_any(settings[key], values) for key, values in needed.items())
+    return is_met and not any(_holds_any(settings[key], values) for key, values in excluded.items())
+
+
+def check_orders(settings: Settings) -> Iterator[Problem]:
+    """A warm-up is shorter than the run, and a lower bound below the upper one."""
+    for row in _TABLES["orders"]:
+        smaller, larger = settings[row["smaller"]], settings[row["larger"]]
+        if smaller is not None and larger is not None and 0 < larger <= smaller:
+            yield settings.problem(row["smaller"], row["found"].format_map(settings), row["remedy"])
 
 
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
@@ -134,14 +152,10 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """There is a reward, a weight for each one, and room for a prompt before the answer."""
+    """Reward functions are import paths, each reward has a weight, and there is room for a prompt before the answer."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
     # The weights are in the order of the functions, then the reward model.
     num_rewards = len(functions) + has_model
-    is_reported = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
-    if not num_rewards and not is_reported:
-        found = "no reward: neither `reward_funcs` nor `reward_model_name_or_path` is set"
-        yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
         if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
@@ -160,16 +174,12 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("max_length", found, "raise it: it counts the prompt and the answer")
 
 
-def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
-    """The cap of CISPO, and the bounds of importance sampling, are valid."""
+def check_cap(settings: Settings) -> Iterator[Problem]:
+    """The cap of CISPO is at least 1."""
     highest = settings["epsilon" if settings["epsilon_high"] is None else "epsilon_high"]
     if settings["loss_type"] == "cispo" and highest < 1:
         found = f"`loss_type: cispo` caps the ratio itself, which is 1 for unchanged weights, at {highest}"
         yield settings.problem("loss_type", found, "write `epsilon_high: 5`, as in the ScaleRL paper")
-    lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
-    if lowest is not None and highest is not None and lowest >= highest:
-        found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
-        yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -179,17 +189,6 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             found = f"`{key}` is {layers}: indices start at 1 and must be distinct"
             yield settings.problem(key, found, "write such as [4, 8], or delete the line for the default")
-
-
-def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The run has at least one step, and the warm-up is shorter than the run."""
-    max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
-    # TrainingArguments: -1 means `num_train_epochs`; 0 would train nothing.
-    if max_steps == 0:
-        yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
-    if 0 < max_steps <= warmup:
-        found = f"the warm-up ({warmup} steps) is as long as the run (`max_steps` {max_steps})"
-        yield settings.problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`")
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
@@ -217,15 +216,6 @@ def _is_amount(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf)
 
 
-def check_shape(settings: Settings) -> Iterator[Problem]:
-    """The warm-up in tokens is shorter than the run."""
-    if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
-        warmup, length = settings["warmup_tokens"], settings["max_tokens"]
-        if warmup >= length:
-            found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
-            yield settings.problem("warmup_tokens", found, "lower it, or train longer")
-
-
 def check_given(settings: Settings, key: str) -> Iterator[Problem]:
     """Yield a problem if a required key is missing, or its value is a blank text or an empty list."""
     remedy = f"write `{key}: ...` ({describe(settings.table.keys[key].schema)})"
@@ -237,19 +227,29 @@ def check_given(settings: Settings, key: str) -> Iterator[Problem]:
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
-    """Required keys and a dataset are set."""
+    """Required keys are set."""
     for key in settings.table.required:
         yield from check_given(settings, key)
-    if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
-        yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
     """No key is set that another key leaves without effect (``DECISIONS``)."""
-    for decision in DECISIONS:
-        if decision.contradicts(settings):
-            found = f"`{decision.key}` has no effect: {decision.why} ({settings.where(decision.decider)})"
-            yield Problem(settings.where(decision.key), found, "keep one of the two")
+    for row in DECISIONS:
+        key, decider = row["key"], row["decider"]
+        if settings.gives(key) and settings[key] != row.get("becomes") and is_overruled(row, settings):
+            # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
+            if settings.given[decider].flag and not settings.given[key].flag:
+                continue
+            found = f"`{key}` has no effect: {row['why']} ({settings.where(decider)})"
+            yield settings.problem(key, found, "keep one of the two")
+
+
+def is_overruled(row: Mapping[str, Any], settings: Settings) -> bool:
+    """Return whether the key of a row of ``DECISIONS`` has no effect."""
+    if "local" not in row:
+        return _applies(row, settings)
+    place = settings[row["decider"]]
+    return is_local(place) and not (row["local"] == "file" and Path(place).is_dir())
 
 
 def check_shares(settings: Settings) -> Iterator[Problem]:
@@ -259,19 +259,6 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
         if isinstance(value, float) and value >= 1:
             remedy = f"write {int(value)} for a count, or a number below 1 for a share"
             yield settings.problem(key, f"`{key}` is {value}, which is neither a share nor a count", remedy)
-
-
-def check_data(settings: Settings) -> Iterator[Problem]:
-    """A stream has ``max_steps``, and in fine-tuning nothing due at the end of an epoch."""
-    has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
-    if settings["dataset_streaming"] and not has_length:
-        found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
-        yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
-    is_stream = settings["dataset_streaming"] and settings.table.recipe != "pretrain"
-    for key in ("logging_strategy", "eval_strategy", "save_strategy") if is_stream else ():
-        if settings[key] == "epoch":
-            found = f"`{key}` is epoch: the length of an epoch is unknown for a stream"
-            yield settings.problem(key, found, f"write `{key}: steps`")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
@@ -303,29 +290,12 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` has the name {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
-    if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
-        found = "the loss `sft` is a mean over the tokens of one held-out set, and `eval_datasets` adds others"
-        yield settings.problem("eval_datasets", found, "name one set with `dataset_test_split`")
-
-
-def check_stream(settings: Settings) -> Iterator[Problem]:
-    """A stream has a given row length."""
-    if settings["dataset_streaming"] and settings["max_length"] is None and not settings.broken("max_length"):
-        yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
-    """Pretraining has either a model configuration, with a tokenizer, or a model."""
-    gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
-    if not gives_config and not gives_model and not settings.broken("model_config"):
-        found = "neither `model_config` nor `model_name_or_path` is set"
-        yield Problem(settings.name, found, "write `model_config: {model_type: llama, ...}`, or name a model")
-    if gives_config:
-        if "model_type" not in settings["model_config"]:
-            yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
-        if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
-            found = "`model_config` starts from random weights and has no tokenizer"
-            yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
+    """A model configuration names its type."""
+    if settings.gives("model_config") and "model_type" not in settings["model_config"]:
+        yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
 
 
 def loses_updates(dtype: str, optim: str, optim_args: str | None) -> bool:
@@ -354,10 +324,7 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
     """Phases of a curriculum start at 0, increase, and have a weight for each dataset."""
     phases, where = settings["dataset_curriculum"], settings.where("dataset_curriculum")
-    if phases is None:
-        return
-    if not settings.gives("dataset_mixture"):
-        yield Problem(where, "`dataset_curriculum` needs a mixture", "write `dataset_mixture`")
+    if phases is None or not settings.gives("dataset_mixture"):
         return
     starts = [phase["start_tokens"] for phase in phases]
     if not starts or starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
@@ -475,47 +442,42 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
     elif not losses or (weights and not any(weights)):
         found = "there is no loss: `loss_type` is empty, or `loss_weights` are all 0"
         yield settings.problem("loss_weights" if losses else "loss_type", found, "write a loss with another weight")
-    if "exo_pair" in losses and not settings["label_smoothing"]:
-        found = "`loss_type: exo_pair` needs `label_smoothing` above 0, whose logarithm it takes"
-        yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
     divergence, normalised = settings["f_divergence_type"], sorted({*losses} - _OF_DIFFERENCES)
     if divergence != "reverse_kl" and normalised:
         found = f"`f_divergence_type: {divergence}` is not defined for {', '.join(normalised)}"
         yield settings.problem("f_divergence_type", found, f"write losses of {', '.join(sorted(_OF_DIFFERENCES))}")
-    if settings["use_weighting"] and not {*losses}.isdisjoint(("aot", "aot_unpaired")):
-        found = "`use_weighting` weighs pairs, which aot and aot_unpaired take apart"
-        yield settings.problem("use_weighting", found, "delete the line, or write another `loss_type`")
 
 
 _RULES: Final[tuple[Rule, ...]] = (
     check_required,
     check_exclusive,
     check_conflicts,
+    check_orders,
     check_dependencies,
     check_decisions,
     check_shares,
-    check_data,
     check_mixture,
     check_eval_datasets,
     check_model,
-    check_schedule,
     check_evaluation,
     check_best_metric,
     check_best_model,
     check_kept,
     check_paths,
 )
-_FINE_TUNING: Final = (*_RULES, check_stream, check_schedule_options)
+_FINE_TUNING: Final = (*_RULES, check_schedule_options)
 _SAMPLING: Final = (*_FINE_TUNING, check_rewards)
+COMMAND_RULES: Final[tuple[Rule, ...]] = (check_exclusive, check_conflicts, check_dependencies)
+"""Rules of commands with keys of their own, beside those of ``CommandConfig.find_problems``."""
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
-    "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
+    "pretrain": (*_RULES, check_start, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
     "lora": _FINE_TUNING,
     "reward": _FINE_TUNING,
     "dpo": (*_FINE_TUNING, check_preference),
     "ppo": _SAMPLING,
     "rloo": _SAMPLING,
-    "grpo": (*_SAMPLING, check_importance_sampling),
+    "grpo": (*_SAMPLING, check_cap),
     "distill": (*_FINE_TUNING, check_layers),
 }
 """Recipe -> its rules."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import CommandConfig, parse_keys
+from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_exists, looks_local
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
@@ -138,6 +138,21 @@ class SynthesisOutputKeys:
 class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, SynthesisOutputKeys, CommandConfig):
     """Configuration of ``recipes synthesize``."""
 
+    TABLE = "synthesize"
+
+    def find_problems(self, settings: Settings) -> Iterator[Problem]:
+        """Yield problems of the configuration as a whole."""
+        if self.judge_prompt is not None and "#" not in (self.judge or ""):
+            yield settings.problem("judge_prompt", "`judge_prompt` has no effect alone", "name a judge as URL#NAME")
+        is_url = (self.judge or "").startswith(("http://", "https://"))
+        if is_url and "#" not in str(self.judge):
+            yield settings.problem("judge", "the endpoint of the judge has no model name", f"write {self.judge}#NAME")
+        for key in ("model_name_or_path", "dataset_name", "refusals_path", "judge_prompt", "judge", "method"):
+            place = getattr(self, key)
+            is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and self.base_url is not None)
+            if place is not None and looks_local(place) and not is_elsewhere:
+                yield from check_exists(settings.where(key), key, place)
+
 
 SYNTHESIS_SECTIONS: Final[Mapping[str, type]] = {
     "model": WriterKeys,
@@ -147,37 +162,3 @@ SYNTHESIS_SECTIONS: Final[Mapping[str, type]] = {
     "output": SynthesisOutputKeys,
 }
 """Heading in ``--help`` -> the keys below it."""
-_READ: Final = ("model_name_or_path", "dataset_name", "refusals_path", "judge_prompt", "judge", "method")
-_PATHS: Final = (*_READ, "output_dir")
-
-
-def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
-    """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
-    """
-    return parse_keys("synthesize", argv, SynthesisConfig, _PATHS, _find_contradictions)
-
-
-def _find_contradictions(config: SynthesisConfig, settings: Settings) -> Iterator[Problem]:
-    for key, is_missing, remedy in (
-        ("max_cost", not (config.input_price or config.output_price), "write input_price and output_price"),
-        ("min_score", config.judge is None, "name a judge"),
-        ("min_agreement", config.num_answers < 2, "write num_answers: 2 or more"),
-        ("judge_prompt", "#" not in (config.judge or ""), "name a judge as URL#NAME"),
-    ):
-        if getattr(config, key) is not None and is_missing:
-            yield settings.problem(key, f"`{key}` has no effect alone", remedy)
-    if config.base_url is not None and config.engine == "vllm":
-        yield settings.problem(
-            "engine", "`engine` runs on this machine, and `base_url` is set", "delete one of the two"
-        )
-    is_url = (config.judge or "").startswith(("http://", "https://"))
-    if is_url and "#" not in str(config.judge):
-        yield settings.problem("judge", "the endpoint of the judge has no model name", f"write {config.judge}#NAME")
-    for key in _READ:
-        place = getattr(config, key)
-        is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and config.base_url is not None)
-        if place is not None and looks_local(place) and not is_elsewhere:
-            yield from check_exists(settings.where(key), key, place)

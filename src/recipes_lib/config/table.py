@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 Schema = Mapping[str, Any]
 """JSON schema fragment: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
@@ -66,6 +68,16 @@ class KeyTable:
     groups: Mapping[str, str]
     required: tuple[str, ...]
     keys: Mapping[str, Key]
+
+
+# libyaml, if PyYAML was built with it, parses about twenty times faster.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def read_lists(path: Path) -> Mapping[str, Any]:
+    """Load a YAML file of the package."""
+    lists: Mapping[str, Any] = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+    return lists
 
 
 def table_path(recipe: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
-from recipes_lib.config.recipes import read_lists
+from recipes_lib.config.table import read_lists
 from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.documents import PART_END, Hide
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -19,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes_lib.config.table import read_lists
 from recipes_lib.demo.stdlib_texts import (
-    QUESTIONS,
     Chat,
     QuestionTemplate,
     build_chats,
@@ -42,47 +43,12 @@ MAX_POSITIONS = 512
 MAX_CHATS = 3000
 """Chats for LoRA, reward model and PPO: about as many as these stages read in their few steps."""
 SEED = 0
-SHOWN = {"pretrain": 2, "sft": len(QUESTIONS), "lora": 2, "ppo": len(QUESTIONS)}
-"""Stage -> number of its samples to print."""
 SHOWN_CHARACTERS = 100
 MAX_ANSWERED = 250
 """Held-out chats that models answer; preference pairs use all held-out chats, since they need no sampling."""
-FIGURES = (
-    ("pretrain", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "loss, nats a token", "eval_loss", ".2f"),
-    ("sft", "exact match of answers", "eval_exact_match", ".0%"),
-    ("lora", "exact match of brief answers", "eval_exact_match", ".0%"),
-    ("reward", "pairs whose right answer has the higher score", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "pairs whose right answer has the higher implicit reward", "eval_rewards/accuracies", ".0%"),
-    ("dpo", "preference loss", "eval_loss", ".2f"),
-    ("dpo", "exact match of answers", "eval_exact_match", ".0%"),
-    ("ppo", "exact match of answers sampled at temperature 1.5", "eval_reward/exact_match", ".0%"),
-    ("ppo", "their reward: exact match and reward model", "eval_reward", ".2f"),
-    ("ppo", "their reward by the reward model alone", "eval_reward/reward_model", ".2f"),
-    ("ppo", "KL to the fine-tuned model, nats an answer", "objective/kl_seq", ".2f"),
-    ("grpo", "exact match of answers sampled at temperature 1.5", "eval_reward", ".0%"),
-)
-"""Stage, label, name of the metric in ``metrics.jsonl``, number format."""
+FIGURES = read_lists(Path(__file__).with_name("figures.yaml"))
+TASK = Path(__file__).with_name("held_out_pairs.yaml")
 BITS = "eval_bits_per_byte"
-STUDENTS = {
-    "pretrain": "the teacher: the pretrained model",
-    "labels": "a student with a quarter of its weights, trained on text",
-    "distill": "the same student, distilled",
-}
-"""Stage -> its label in the comparison of teacher and students."""
-TASK = """task: held_out_pairs
-dataset_path: json
-dataset_kwargs: {data_files: {test: data/pairs_held_out.jsonl}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{prompt[0].content}}"
-doc_to_choice: "{{[chosen[0].content, rejected[0].content]}}"
-doc_to_target: 0
-target_delimiter: ""
-metric_list: [{metric: acc}]
-metadata: {version: 1.0}
-"""
-"""A custom benchmark in the format of lm-eval's task files."""
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
@@ -232,7 +198,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         yield f"{path}: {len(rows)} rows"
     (output_dir / "tasks").mkdir(exist_ok=True)
-    (output_dir / "tasks" / "held_out_pairs.yaml").write_text(TASK, encoding="utf-8")
+    shutil.copyfile(TASK, output_dir / "tasks" / TASK.name)
     tokenizer = build_tokenizer(texts.train)
     tokenizer.save_pretrained(output_dir / "tokenizer")
     yield f"{output_dir / 'tokenizer'}: {len(tokenizer)} tokens"
@@ -243,7 +209,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
 def show_figures(output_dir: Path, console: Console) -> None:
     """Print the metrics on held-out modules, at the start and at the end of each stage."""
     table = Table("on held-out modules", "before", "after")
-    for stage, label, key, form in FIGURES:
+    for stage, label, key, form in FIGURES["figures"]:
         table.add_row(f"{stage}: {label}", *(format(value, form) for value in read_ends(output_dir / stage, key)))
     console.print()
     console.print(table)
@@ -253,7 +219,7 @@ def show_students(output_dir: Path, console: Console) -> None:
     """Print bits per byte of the teacher, and of the student trained with and without distillation."""
     table = Table("bits for each byte of held-out modules", "before", "after")
     bits = {}
-    for stage, label in STUDENTS.items():
+    for stage, label in FIGURES["students"].items():
         before, bits[stage] = read_ends(output_dir / stage, BITS)
         table.add_row(label, f"{before:.3f}", f"{bits[stage]:.3f}")
     console.print()
@@ -279,7 +245,7 @@ def show_verdict(output_dir: Path, console: Console) -> None:
 
 def show_answers(output_dir: Path, console: Console) -> None:
     """Print the answers of the model before and after each stage, and the references."""
-    for stage, count in SHOWN.items():
+    for stage, count in FIGURES["samples"].items():
         samples = [*filter(None, read_lines(output_dir / stage / "samples.jsonl"))]
         # A run samples the same prompts before its first step and after its last one.
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))

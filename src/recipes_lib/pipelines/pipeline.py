@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 import re
 import shlex
 import sys
@@ -13,18 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import yaml
-
+from recipes_lib.config.command_flags import COMPARISONS, REQUIREMENT
 from recipes_lib.config.paths import NO_VARIABLES, VARIABLE, expand_home
-from recipes_lib.config.table import RECIPE_NAMES, TABLES
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, read_lists
 from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape, read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 _KINDS: Final = ("recipe", "command", "run")
-_KEYS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = yaml.safe_load(
-    Path(__file__).with_name("keys.yaml").read_text(encoding="utf-8")
-)
+_KEYS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = read_lists(Path(__file__).with_name("keys.yaml"))
 """Keys of a ``pipeline``, a ``loop`` and a ``stage`` -> type of the value, and an example."""
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
     "text": str,
@@ -35,11 +31,6 @@ _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {
 }
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")
-_COMPARISONS: Final = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
-# `<=` precedes `<` in the alternation, or `<= 2` would be read as `<` and "= 2".
-_REQUIREMENT: Final = re.compile(
-    rf"\s*({'|'.join(_COMPARISONS)})\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*"
-)
 _RESERVED: Final = ("pipeline.json", "index.html", "jobs")
 """Names in the output folder that `recipes run` writes itself."""
 _SHELL_OPERATORS: Final = {"&&", "||", "|", ";", "&", ">", ">>", "<"}
@@ -341,8 +332,8 @@ class _Reader:
                 found = f"is a metric of stage {stage}, and a stage's `require` checks its own output"
                 remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
                 self._refuse(place, found, remedy)
-            elif not _REQUIREMENT.fullmatch(wanted):
-                self._refuse(place, f"is {wanted!r}", f"write {', '.join(_COMPARISONS)} and a number, such as '> 0.65'")
+            elif not REQUIREMENT.fullmatch(wanted):
+                self._refuse(place, f"is {wanted!r}", f"write {', '.join(COMPARISONS)} and a number, such as '> 0.65'")
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
@@ -436,10 +427,3 @@ def _write(value: Any) -> str:
     if not isinstance(value, bool | int | float | list | dict | None):
         return str(value)
     return _EXPONENTIAL.sub(r"\1", json.dumps(value, default=str))
-
-
-def holds(wanted: str, value: float) -> bool:
-    """Return whether a value meets a requirement such as ``> 0.65``; NaN meets none."""
-    match = _REQUIREMENT.fullmatch(wanted)
-    assert match is not None
-    return bool(_COMPARISONS[match[1]](value, float(match[2])))

@@ -18,6 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
+from recipes_lib.config.command_flags import holds
 from recipes_lib.errors import (
     EXIT_DIVERGED,
     EXIT_DONE,
@@ -37,7 +38,7 @@ from recipes_lib.files import (
     replace_record,
     try_lock,
 )
-from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
+from recipes_lib.pipelines.pipeline import Pipeline, Stage
 
 STATE_FILE: Final = "pipeline.json"
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

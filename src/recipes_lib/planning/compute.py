@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import yaml
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
 from recipes_lib.models.architecture import find_model_config
@@ -333,9 +333,7 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
     return num_flops / (num_gpus * peak * mfu * 3600)
 
 
-SHIPPED_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = yaml.safe_load(
-    Path(__file__).with_name("shapes.yaml").read_text("utf-8")
-)
+SHIPPED_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = read_lists(Path(__file__).with_name("shapes.yaml"))
 """Shipped configurations of models by Hub id, with the keys of ``config.json``."""
 
 

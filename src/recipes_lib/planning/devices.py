@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-import yaml
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
 
 TORCHTITAN: Final = "torchtitan, Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md, table 1)"
@@ -70,7 +70,7 @@ class Device:
         return self.link * min(self.num_links, max(num_ranks - 1, 1))
 
 
-_DEVICES: Final[Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text("utf-8"))
+_DEVICES: Final = read_lists(Path(__file__).with_name("devices.yaml"))
 
 
 def find_device(name: str) -> Device | None:

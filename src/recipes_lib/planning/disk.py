@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from recipes_lib.config.schema import read_training
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.quantities import format_bytes, pluralize
 
-_OPTIMIZERS: Final[Mapping[str, float]] = yaml.safe_load(Path(__file__).with_name("optimizers.yaml").read_text("utf-8"))
+_OPTIMIZERS: Final[Mapping[str, float]] = read_lists(Path(__file__).with_name("optimizers.yaml"))
 _DEFAULT_OPTIMIZER_BYTES = 8
 _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
 """Optimizers whose states have the dtype of the weights; those of the others have a fixed dtype."""

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import yaml
 from transformers import PreTrainedConfig
 
+from recipes_lib.config.table import read_lists
 from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
@@ -35,7 +35,7 @@ ENGINE_CACHE: Final = "vLLM's KV cache"
 CONTEXT: Final = "CUDA context and workspaces"
 COMMUNICATION: Final = "NCCL buffers"
 RESERVE: Final = "fragmentation reserve"
-_TABLE: Final[Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("components.yaml").read_text("utf-8"))
+_TABLE: Final = read_lists(Path(__file__).with_name("components.yaml"))
 FORMULAS: Final[Mapping[str, str]] = _TABLE["formulas"]
 """Formula of each component by its name, of models by the part after the model."""
 PHASES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = _TABLE["phases"]

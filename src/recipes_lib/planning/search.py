@@ -5,26 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import AUTO, Activations, list_keys
-from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
-from recipes_lib.planning.decoding import estimate_on_policy
+from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
-from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
+from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-
-NETWORK_BYTES: Final = 50e9
-"""Bytes per second of a network adapter, of which a machine has one for each GPU: 400 Gbit/s.
-
-Source: NVIDIA/nccl#1221: 320 GB/s for each GPU of a ring through the eight adapters of each of four machines.
-"""
-GPUS_OF_A_MACHINE: Final = 8
-_HOST_BYTES: Final = 25e9
-"""Bytes per second between a GPU and its host, by PCIe 4."""
+from recipes_lib.planning.timing import Traffic, count_traffic, estimate_on_policy, time_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,118 +151,3 @@ def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout)
         "stage traffic": sent.stages,
         "host traffic": sent.host,
     }
-
-
-class Traffic(NamedTuple):
-    """Bytes that a GPU sends per optimizer step, or the seconds that this takes.
-
-    Attributes:
-        model: Weights and gradients within data-parallel or sharding groups.
-        replicas: Gradients of shards between the replicas of hybrid sharding.
-        layers: Activations, or keys and values, within tensor- and context-parallel groups.
-        stages: Hidden states and their gradients between pipeline stages.
-        host: Weights and gradients between GPU and host.
-    """
-
-    model: float = 0.0
-    replicas: float = 0.0
-    layers: float = 0.0
-    stages: float = 0.0
-    host: float = 0.0
-
-
-def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
-    """Return the seconds of traffic from its bytes; groups above ``GPUS_OF_A_MACHINE`` GPUs use the network."""
-
-    def time(num_bytes: float, num_ranks: int, stride: int = 1) -> float:
-        """Return the seconds in groups of every ``stride``-th of ``num_ranks`` consecutive GPUs."""
-        rate = device.find_rate(min(num_ranks, GPUS_OF_A_MACHINE))
-        if num_ranks > GPUS_OF_A_MACHINE:
-            # Each GPU of a ring sends through the network adapters of all its GPUs in the machine.
-            rate = min(rate, NETWORK_BYTES * max(GPUS_OF_A_MACHINE // stride, 1))
-        return num_bytes / rate
-
-    replica = layout.num_gpus // (layout.replicas * layout.pipeline_stages)
-    return Traffic(
-        model=time(traffic.model, replica, layout.tensor),
-        replicas=time(traffic.replicas, layout.num_gpus, replica),
-        layers=time(traffic.layers, layout.tensor * layout.context),
-        stages=time(traffic.stages, layout.num_gpus, GPUS_OF_A_MACHINE),
-        host=traffic.host / _HOST_BYTES,
-    )
-
-
-def count_gathered(config: RecipeConfig, num_parameters: float, layout: Layout) -> float:
-    """Return the bytes that a GPU sends to gather a sharded model once, in 16 or 4 bits; 0 if it is replicated."""
-    held = num_parameters / (layout.tensor * layout.pipeline_stages)
-    return _find_width(config, 2) * held * _others(layout.shards.weights or layout.num_processes)
-
-
-def _find_width(config: RecipeConfig, width: int) -> float:
-    """Return the bytes of a weight: ``width``, or half a byte if it is sharded and gathered in 4 bits."""
-    return 0.5 if config.quantization.load_in_4bit else width
-
-
-def count_traffic(
-    config: RecipeConfig, model_config: PreTrainedConfig, num_parameters: float, layout: Layout
-) -> Traffic:
-    """Count the traffic of an optimizer step.
-
-    Weights are gathered in 16 bits, or 4, for the forward and the backward pass of each micro-batch, in pipeline stages
-    once per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per
-    step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather the
-    updated weights once per step. A frozen model under an adapter has no gradients.
-
-    Args:
-        config: Configuration of the run.
-        model_config: Configuration of the trained model.
-        num_parameters: Parameters of that model.
-        layout: Layout of the processes.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 7; DeepSpeed 0.19, ``use_multi_rank_bucket_allreduce`` and
-    ``partition_gradients``; ``tests/planning/test_search.py``.
-    """
-    stages = layout.pipeline_stages
-    held = num_parameters / (layout.tensor * stages)
-    times = 1 if stages > 1 else config.read("gradient_accumulation_steps")
-    gradients = 0.0 if config.adapter.use_peft else (2 if layout.is_deepspeed else 4) * held
-    layers, between = _count_hidden_states(config, model_config, layout)
-    found = Traffic(layers=layers, stages=between)
-    if layout.shards.weights == 1:
-        passes = 2 * (1 if layout.shards.gradients == 1 else times) + layout.is_deepspeed
-        return found._replace(model=passes * gradients * _others(layout.num_processes))
-    group = layout.shards.weights or layout.num_processes
-    return found._replace(
-        model=times * (2 * count_gathered(config, num_parameters, layout) + _others(group) * gradients),
-        replicas=2 * _others(layout.replicas) * gradients / group,
-        host=0.0 if layout.shards.weights else times * 2 * _find_width(config, 4) * held / layout.num_processes,
-    )
-
-
-def _others(number: int) -> float:
-    """Return the share of a tensor that each rank sends in a ring all-gather or reduce-scatter of ``number`` ranks."""
-    return (number - 1) / number
-
-
-def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> tuple[float, float]:
-    """Return the bytes that a GPU sends per optimizer step within layers, and between pipeline stages.
-
-    In each pass, tensor parallelism all-reduces the hidden states after attention and MLP of each layer, and once
-    outside of layers; context parallelism gathers keys and values, or exchanges heads for tokens (Ulysses).
-    Recomputation of a layer is a third pass.
-
-    Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
-    """
-    text: Any = model_config.get_text_config()
-    batch = Batch.of(config, layout)
-    num_tokens = batch.num_rows * batch.length * config.read("gradient_accumulation_steps")
-    every = read_checkpointing(config).every
-    passes = 2 + (1 / every if every else 0)
-    num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    queries, keys = (2 * num_tokens * number for number in count_features(model_config))
-    sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
-    if layout.gathers_keys:
-        sent += (layout.context - 1) * 2 * keys * num_layers
-    elif layout.context > 1:
-        sent += _others(layout.context) * 2 * (queries + keys) * num_layers
-    return passes * sent, 2 * hidden if layout.pipeline_stages > 1 else 0.0

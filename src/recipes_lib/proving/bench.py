@@ -20,9 +20,10 @@ from typing import Any, Final, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from recipes_lib.config.table import read_lists
 from recipes_lib.environment import read_versions
 from recipes_lib.files import replace_text
-from recipes_lib.models.vocabulary import train_tokenizer
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
@@ -33,32 +34,14 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Runs Python with arguments, environment variables and a file for its output; returns the exit code."""
-_SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-_TEMPLATE: Final = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 SHAPE: Final[dict[str, Any]] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-_REWARDED: Final = {"response_length": 12, "reward_funcs": f"[{__name__}:score_letters]"}
-_GROUPS: Final = {"num_generations": 4, "steps_per_generation": 4}
-OF_RECIPE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "pretrain": {"max_length": 128, "test_split_size": 0.005},
-    "sft": {"max_length": 128, "test_split_size": 16},
-    "lora": {"max_length": 128, "test_split_size": 16, "lora_r": 8},
-    "dpo": {"max_length": 256, "test_split_size": 16, "precompute_ref_log_probs": "false"},
-    "reward": {"max_length": 256, "test_split_size": 16},
-    "distill": {"max_length": 128, "test_split_size": 16},
-    "ppo": _REWARDED | {"num_mini_batches": 2},
-    "rloo": _REWARDED | _GROUPS,
-    "grpo": _REWARDED | _GROUPS,
-}
-"""Keys of the checks by recipe."""
+RUNS: Final = read_lists(Path(__file__).with_name("runs.yaml"))
+"""Keys of the runs of checks, by recipe and by kind."""
 _SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
 _QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
 _WORDS: Final = ("river", "stone", "light", "paper", "window", "garden", "engine", "letter", "number")
@@ -152,7 +135,7 @@ class Bench:
         of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
         # The reward recipe generates no samples, and refuses the key.
         quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
-        return {**quiet, **batch, **OF_RECIPE[recipe], **of_model, **keys}
+        return {**quiet, **batch, **RUNS["keys"][recipe], **of_model, **keys}
 
     def measure_seconds(self, compute: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of a call in seconds, with device synchronisation."""
@@ -234,11 +217,8 @@ class Bench:
         # Written last, by an atomic rename: if it exists, so do all others.
         if (folder / "documents.jsonl").exists():
             return folder
-        eos, pad, *others = _SPECIAL
         # Without training texts, the vocabulary is the special tokens and the 256 bytes.
-        tokenizer = train_tokenizer(
-            [], vocab_size=320, eos_token=eos, pad_token=pad, special_tokens=others, chat_template=_TEMPLATE
-        )
+        tokenizer = train_tokenizer([], vocab_size=320, special_tokens=CHATML_TOKENS, chat_template=CHATML_TEMPLATE)
         for name, seed in (("model", 0), ("teacher", 1)):
             set_seed(seed)
             ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

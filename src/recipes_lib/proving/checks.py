@@ -28,12 +28,8 @@ from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.proving.bench import OF_RECIPE, Bench, Event, Figures, WrongResultError, name_device
+from recipes_lib.proving.bench import RUNS, Bench, Event, Figures, WrongResultError, name_device
 from recipes_lib.proving.throughput import (
-    FINETUNING,
-    PEERS,
-    SHAPES,
-    VARIANTS,
     measure_checkpoint_pause,
     measure_engine,
     measure_finetuning,
@@ -95,7 +91,7 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
     Of reinforcement learning it compares the gradient norms of two iterations, because losses are near 0, and only in
     ``float32``, because in bfloat16 other answers are sampled.
     """
-    is_rl = "reward_funcs" in OF_RECIPE[recipe]
+    is_rl = "reward_funcs" in RUNS["keys"][recipe]
     figure, more = ("grad_norm", {"max_steps": 8}) if is_rl else ("loss", {})
     # Adam divides small gradients by their own size, which amplifies their rounding.
     allowed = {"fp32": 1e-2} if is_rl else {"fp32": 1e-4, "bf16": 5e-2}
@@ -349,7 +345,7 @@ def list_checks() -> Iterable[Check]:
 
 def _list_unordered() -> Iterator[Check]:
     yield Check("environment", "versions, device, matrix products, copies", measure_environment)
-    for recipe in OF_RECIPE:
+    for recipe in RUNS["keys"]:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
     kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
     for kernel, package in kernels.items():
@@ -363,12 +359,12 @@ def _list_unordered() -> Iterator[Check]:
     ):
         yield Check(f"layers-{name}", f"{name} changes nothing", partial(compare_layers, change), package)
     yield Check("resume", "a resumed run = an uninterrupted one", resume_exactly)
-    for shape, name in product(SHAPES, (*VARIANTS, *PEERS)):
+    for shape, name in product(RUNS["shapes"], (*RUNS["variants"], *RUNS["peers"])):
         pretrain, what = partial(measure_pretraining, shape, name), f"pretraining of {shape}, {name}: tokens a second"
         # Compiling takes half a minute on a CPU.
         min_gpus = int(name not in ("default", "transformers"))
         yield Check(f"throughput-{shape}-{name}", what, pretrain, "torchao" if name == "fp8" else "", min_gpus)
-    for method in FINETUNING:
+    for method in RUNS["finetuning"]:
         needs, what = "bitsandbytes" if method == "qlora" else "", f"{method} fine-tuning of 8B"
         for suffix, trainer in (("", ""), ("-trl", " by TRL")):
             measure = partial(measure_finetuning, method, by_trl=bool(trainer))

@@ -19,49 +19,27 @@ from recipes_lib.files import atomic_folder, read_record, replace_text
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
-from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
+from recipes_lib.proving.bench import RUNS, SHAPE, Bench, Figures, WrongResultError
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.checkpoints.saver import HostCopy, iterate_tensors
 from recipes_lib.training.layouts.launch_environment import read_environment
 
-SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
-    # Name -> hidden size, MLP size, layers, heads, vocabulary; rows per micro-batch; tokens per row.
-    "124M": ((768, 2048, 12, 12, 50_304), 16, 1024),
-    "1B": ((2048, 8192, 16, 32, 32_000), 4, 2048),
-}
 _SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _SHAPE_OF_8B: Final = dict(zip(_SIZES, (4096, 14_336, 32, 32, 128_256), strict=True)) | {"num_key_value_heads": 8}
-VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "default": {},
-    "eager": {"torch_compile": "false", "use_liger_kernel": "false"},
-    "compiled": {"torch_compile": "true", "use_liger_kernel": "false"},
-    "fp8": {"torch_compile": "true"},
-}
-"""Keys of our variants of pretraining by name."""
-PEERS: Final = {"transformers": False, "transformers_compiled": True}
-"""Name -> whether transformers' trainer compiles the model."""
-FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    # Name -> recipe and its keys, besides those of the model and the batch.
-    "lora": ("lora", {"lora_r": 16}),
-    "qlora": ("lora", {"lora_r": 16, "load_in_4bit": "true"}),
-    # Adafactor, because AdamW's states of 8B parameters (64 GB) do not fit in 80 GB beside weights and gradients.
-    "full": ("sft", {"optim": "adafactor"}),
-    "full-compiled": ("sft", {"optim": "adafactor", "torch_compile": "true"}),
-}
 
 
 def measure_pretraining(shape: str, variant: str, bench: Bench) -> Figures:
     """Measure throughput, MFU and peak memory of pretraining by one of our variants or by transformers' trainer."""
-    sizes, num_rows, length = SHAPES[shape]
+    sizes, num_rows, length = RUNS["shapes"][shape]
     if bench.is_small:
         sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
     model = {"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True}
     run = f"throughput-{shape}-{variant}"
-    if variant in PEERS:
-        peer = {"model": model, "compile": PEERS[variant]}
+    if variant in RUNS["peers"]:
+        peer = {"model": model, "compile": RUNS["peers"][variant]}
         return _measure_peer(bench, run, f"throughput-{shape}-default", num_rows, length, peer)
     keys = {"per_device_train_batch_size": num_rows, "max_length": length, "model_config": json.dumps(model)}
-    given = bench.set_up("pretrain", **keys, cross_document_attention="true", **VARIANTS[variant])
+    given = bench.set_up("pretrain", **keys, cross_document_attention="true", **RUNS["variants"][variant])
     # The launch file decides the precision of fp8.
     if variant == "fp8":
         by = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file('fp8')}")
@@ -73,7 +51,7 @@ def measure_finetuning(method: str, bench: Bench, *, by_trl: bool = False) -> Fi
     """Measure throughput, MFU and peak memory of fine-tuning in the shape of 8B, ours or TRL's at its defaults."""
     num_rows, length = (2, 64) if bench.is_small else (2, 2048)
     model, rows = _write_large_inputs(bench, length)
-    recipe, keys = FINETUNING[method]
+    recipe, keys = RUNS["finetuning"][method]
     run = f"finetune-8B-{method}"
     if by_trl:
         peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
@@ -182,7 +160,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
 
 def _build_model(bench: Bench) -> Any:
     """Build a Llama in the shape of 124M with random weights, in bfloat16 on a GPU."""
-    sizes = (*SHAPE.values(), 320) if bench.is_small else SHAPES["124M"][0]
+    sizes = (*SHAPE.values(), 320) if bench.is_small else RUNS["shapes"]["124M"][0]
     shape: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
     config = LlamaConfig(**shape)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32

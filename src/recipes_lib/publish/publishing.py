@@ -391,15 +391,10 @@ def _log(line: str) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    about = "Push a model or checkpoints to the Hub; what is there already is skipped."
-    parser = CommandParser(prog="recipes publish", description=about)
-    parser.add_argument("folder", type=Path, help="output directory of a run, or the folder of a merged model")
-    parser.add_argument("--hub_model_id", metavar="ID", help="repository (default: the run's, or the folder's name)")
+    parser = CommandParser("publish")
     parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")
-    parser.add_argument("--hub_revision", metavar="BRANCH", help="branch to commit to (default: main)")
     strategies = ("end", "every_save", *STATES)
     parser.add_argument("--hub_strategy", choices=strategies, help="which checkpoints go with it (default: the run's)")
-    parser.add_argument("--tag", help="name of the commit of the finished model, such as v1.0")
     return parser.parse_args(argv)
 
 

@@ -6,16 +6,17 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import escape_controls
 from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_count
@@ -46,16 +47,7 @@ _MAX_LABEL = 28
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
-_DISTILLATION_PARTS = (
-    ("divergence", "Divergence from the teacher", "nats per target token", None),
-    ("agreement", "Agreement with the teacher's top token", "share of target tokens", (0.6, 0.9)),
-    ("feature", "Hidden-state loss", "difference per target token", None),
-    ("attention", "Attention loss", "nats per target token", None),
-    ("similarity", "Similarity loss", "difference per target token", None),
-    ("distance", "Distance loss", "difference per target token", None),
-    ("angle", "Angle loss", "difference per target token", None),
-)
-"""Distillation metrics: name, heading, unit, and range of a healthy run."""
+METRICS: Final = read_lists(Path(__file__).with_name("metrics.yaml"))
 STYLE = {
     # Keep text as text: searchable, and in the font of the page.
     "svg.fonttype": "none",
@@ -161,16 +153,10 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
 
     One by one: the curves of a million steps take a hundred megabytes each.
     """
-
-    def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
-        return Line(label, read_curve(run.train, name), colour, kind)
-
-    def held_out(name: str, label: str = "held-out") -> Line:
-        return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
-
-    is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
-    is_distilled = bool(train("distillation/nll").curve)
-    in_bytes = bool(held_out("bits_per_byte").curve)
+    is_pairs, is_rl, is_distilled = (
+        bool(read_curve(run.train, name)) for name in ("rewards/margins", "objective/score", "distillation/nll")
+    )
+    in_bytes = bool(read_curve(run.evaluations, "eval_bits_per_byte"))
     has_targets = any(value for _, value in read_curve(run.train, "target_tokens_per_second"))
     # Without a record, as of another program's run, the unit of the loss is unknown.
     unit = "a pair" if is_pairs else "nats per target token" if run.facts else ""
@@ -183,61 +169,38 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
     mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
     if is_rl:
-        yield from _plan_rl(train, held_out)
-    lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
+        yield from _read_plans(run, "rl")
+    lines = [_read_line(run, "loss", "" if mixed_unit else "training")]
+    lines += [] if mixed_unit else [_read_line(run, "eval_loss", "held-out")]
     yield Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
     # On an axis of its own: beside the larger range of the training loss, its changes are hard to see.
     yield Plan(
         "heldout_loss",
         "Held-out bits per byte" if in_bytes else "Held-out loss",
-        [held_out("bits_per_byte" if in_bytes else "loss", "")],
+        [_read_line(run, "eval_bits_per_byte" if in_bytes else "eval_loss")],
         "independent of the tokenizer" if in_bytes else unit,
         find_non_finite_steps(run.evaluations, "eval_loss"),
     )
     yield Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit)
     if is_pairs:
-        yield from _plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward")
-    nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
-    yield Plan("nll", "Negative log-likelihood", nll, "nats per target token")
-    for name, title, part_unit, healthy in _DISTILLATION_PARTS:
-        yield Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit, healthy=healthy)
-    yield Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True)
-    yield Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms)
+        yield from _read_plans(run, "reward" if run.facts.get("stage") == "reward" else "pairs")
+    yield from _read_plans(run, "others")
+    yield Plan("grad_norm", "Gradient norm", [_read_line(run, "grad_norm")], "before clipping", norm_alarms)
     rate = "target_tokens_per_second" if has_targets else "tokens_per_second"
-    yield Plan("throughput", "Throughput", [train(rate)], rate.replace("_", " "), from_zero=True)
+    yield Plan("throughput", "Throughput", [_read_line(run, rate)], rate.replace("_", " "), from_zero=True)
 
 
-def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is_scored: bool) -> list[Plan]:
-    """Plan the charts of preference pairs; ``is_scored``: of a reward model rather than DPO."""
-
-    def both(name: str) -> list[Line]:
-        return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
-
-    accuracy = [train("rewards/accuracies", "training"), held_out("rewards/accuracies")]
-    healthy = (0.65 if is_scored else 0.6, 0.8)
-    return [
-        Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
-        Plan("accuracy", "Accuracy", accuracy, "share of pairs", from_zero=True, healthy=healthy),
-        Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
-    ]
+def _read_plans(run: RunFiles, part: str) -> Iterator[Plan]:
+    """Yield the plans of a part of ``charts`` in ``metrics.yaml``."""
+    for row in METRICS["charts"][part]:
+        yield Plan(**row | {"lines": [_read_line(run, *line) for line in row["lines"]]})
 
 
-def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[Plan]:
-    """Plan the RL charts."""
-    reward = [train("objective/score", "training"), held_out("reward", "samples")]
-    finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
-    length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
-    clipped, explained, flat = map(train, ("policy/clipfrac", "value/explained_var", "frac_reward_zero_std"))
-    return [
-        Plan("score", "Reward", reward, "of an answer", is_wide=True),
-        Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
-        Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
-        Plan("clip_fraction", "Clip fraction", [clipped], "share of tokens", from_zero=True, healthy=(0.01, 0.2)),
-        Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
-        Plan("length", "Length", length, "tokens per answer", from_zero=True),
-        Plan("flat_groups", "Groups of equal rewards", [flat], "share of groups, without gradient", from_zero=True),
-        Plan("explained_variance", "Explained variance", [explained], "of returns, by the critic", healthy=(0, 0.8)),
-    ]
+def _read_line(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
+    """Return the curve of a metric; those of evaluations have a colour and a kind of their own."""
+    if name.startswith("eval_"):
+        return Line(label, read_curve(run.evaluations, name), "second", "points")
+    return Line(label, read_curve(run.train, name), colour, kind)
 
 
 def _draw_sets(run: RunFiles) -> list[Line]:

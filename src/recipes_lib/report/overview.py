@@ -202,18 +202,19 @@ def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
     )
 
 
-def write_overview(folder: Path) -> Path:
+def write_overview(folder: Path, entries: Sequence[Entry] | None = None) -> Path:
     """Write ``index.html`` of a pipeline or of a folder of runs, and return its path.
 
     The page works offline; an inline script sorts the table. Names and record values are escaped.
 
+    Args:
+        folder: The folder.
+        entries: Its outputs; ``None`` for those of ``list_entries``.
+
     Raises:
         DataError: The folder has no outputs.
     """
-    return _write_index(folder, list_entries(folder))
-
-
-def _write_index(folder: Path, entries: Sequence[Entry]) -> Path:
+    entries = list_entries(folder) if entries is None else entries
     filters = {
         "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
         "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
@@ -239,10 +240,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The folder does not exist.
         DataError: The folder has no runs.
     """
-    about = "List the runs below a folder, or the stages of a pipeline, and write index.html."
-    parser = CommandParser(prog="recipes runs", description=about)
-    parser.add_argument("folder", type=Path, nargs="?", help="default: `runs` if it exists, else the current folder")
-    folder = parser.parse_args(argv).folder or Path("runs" if Path("runs").is_dir() else ".")
+    folder = CommandParser("runs").parse_args(argv).folder or Path("runs" if Path("runs").is_dir() else ".")
     if not folder.is_dir():
         raise ConfigError(Problem(str(folder), "is not a folder", "give a folder that contains runs"))
     rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]
@@ -254,7 +252,7 @@ def main(argv: Sequence[str]) -> None:
         rows.append((entry.name, entry.kind, entry.status, step, show_figure(entry), duration, age))
     # First, because the folder may not be writable.
     sys.stdout.write("\n".join(format_rows(rows)) + "\n")
-    sys.stdout.write(f"{_write_index(folder, entries)}\n")
+    sys.stdout.write(f"{write_overview(folder, entries)}\n")
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:

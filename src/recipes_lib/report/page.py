@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes_lib.errors import list_first
 from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
-from recipes_lib.report.charts import draw_charts
+from recipes_lib.report.charts import METRICS, draw_charts
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.reward_report import draw_reliability, read_reward_report
 from recipes_lib.report.run_files import (
@@ -37,34 +37,6 @@ MAX_PROMPTS = 12
 """Maximum prompts on the page."""
 _DIGEST = re.compile(r"\b[0-9a-f]{16,}\b")
 _SHOWN_ELSEWHERE = ("config", "measured", "planned", "provenance", "scores", "stage", "status")
-_HELD_OUT = {
-    "eval_loss": ("Held-out loss", "{:.4g}"),
-    "eval_perplexity": ("Perplexity", "{:.4g}"),
-    "eval_bits_per_byte": ("Bits per byte", "{:.3f}"),
-    "eval_token_accuracy": ("Token accuracy", "{:.1%}"),
-    "eval_rewards/accuracies": ("Accuracy on pairs", "{:.1%}"),
-    "eval_rewards/margins": ("Reward margin", "{:.3g}"),
-    "eval_logps/chosen_shift": ("Chosen answers, nats/token", "{:+.3g}"),
-    "eval_reward": ("Reward of the samples", "{:.3g}"),
-    "eval_stop_rate": ("Samples that stop", "{:.0%}"),
-    "eval_mean_sample_tokens": ("Tokens per sample", "{:.4g}"),
-    "eval_num_target_tokens": ("", ""),
-    "eval_num_pairs": ("", ""),
-    **{f"eval_rewards/{name}": ("", "") for name in ("chosen", "rejected", "accuracies_stderr")},
-    **{f"eval_logps/{name}": ("", "") for name in ("chosen", "rejected", "chosen_per_token", "rejected_per_token")},
-    **{f"eval_{name}": ("", "") for name in ("seconds", "runtime", "samples_per_second", "steps_per_second")},
-}
-"""Evaluation metric -> label and format; an empty label hides it."""
-_RL_METRICS = {
-    "objective/score": ("Reward", "{:.3g}"),
-    "objective/kl_seq": ("KL, nats per answer", "{:.3g}"),
-    "policy/entropy": ("Entropy, nats per token", "{:.3g}"),
-    "policy/clipfrac": ("Clip fraction", "{:.1%}"),
-    "frac_reward_zero_std": ("Groups of equal rewards", "{:.0%}"),
-    "objective/finish_rate": ("Finish rate", "{:.0%}"),
-    "objective/length": ("Tokens per answer", "{:.4g}"),
-}
-"""Training metric of PPO, RLOO and GRPO -> label and format, the most important first."""
 
 OVERFIT_RISE = 0.02
 """Relative rise of the held-out loss above its minimum that is reported as a problem."""
@@ -102,7 +74,7 @@ def build_report(run_dir: Path) -> Path:
             charts.append(draw_reliability(verdict, run_dir / "report"))
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
-        *_compare_ends(run.train, _RL_METRICS),
+        *_compare_ends(run.train, METRICS["rl"]),
         *_choose_figures(run),
         *reward_figures,
         *_choose_scores(run),
@@ -141,9 +113,10 @@ def _describe_extent(run: RunFiles) -> str:
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     # All other evaluation metrics, including user-defined ones.
-    own = {name for record in run.held_out for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
+    names = {name for record in run.held_out for name in record if name.startswith("eval_")}
+    own = names.difference(METRICS["held_out"], METRICS["hidden"])
     labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
-    yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
+    yield from _compare_ends(run.held_out, METRICS["held_out"] | labels)
     yield from _compare_ends(run.train, {"on_policy/divergence": ("Divergence on its answers", "{:.4g}")})
     # The clipped surrogate loss of RL is about 0 whatever the policy learns; that of on-policy distillation is of texts
     # in one step and of answers in another.
@@ -185,7 +158,7 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
     """Yield the last value of each metric that has a label, with the first value as a note."""
     for name, (label, template) in labels.items():
-        if label and (last := find_end(records, name)) is not None:
+        if (last := find_end(records, name)) is not None:
             curve = read_curve(records, name)
             note = f"{template.format(curve[0][1])} at step {curve[0][0]}" if len(curve) > 1 else ""
             yield KeyFigure(label, template.format(last), note)

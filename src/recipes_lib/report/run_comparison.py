@@ -12,28 +12,12 @@ from typing import Final
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration, pluralize
-from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart
+from recipes_lib.report.charts import METRICS, Chart, Line, Plan, draw_chart
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, find_end, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """One colour per run; more than four are hard to distinguish."""
-_CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
-    ("eval_loss", "nats per target token, or a pair", "points"),
-    ("eval_bits_per_byte", "of held-out text", "points"),
-    ("eval_rewards/accuracies", "share of held-out pairs whose chosen answer wins", "points"),
-    ("eval_reward", "of sampled answers", "points"),
-    ("loss", "training", "noisy"),
-    ("on_policy/divergence", "nats per token of the student's answers", "noisy"),
-    ("objective/score", "reward of training answers", "noisy"),
-    ("objective/kl_seq", "nats per answer, to the reference model", "noisy"),
-    ("objective/length", "tokens per answer", "noisy"),
-    ("rewards/accuracies", "share of training pairs", "noisy"),
-    ("grad_norm", "before clipping", "noisy"),
-    ("learning_rate", "", "exact"),
-    ("target_tokens_per_second", "target tokens per second", "noisy"),
-)
-"""Metric, its unit, and the kind of its curve."""
 _LOSSES: Final = ("eval_loss", "loss")
 _OMITTED: Final = ("eval_seconds", "eval_num_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 _UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
@@ -97,7 +81,7 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
         is_one_recipe: Whether all runs have the same recipe; losses of different recipes are not comparable.
     """
     charts = []
-    for name, unit, kind in _CURVES:
+    for name, unit, kind in METRICS["compared"]:
         if not is_one_recipe and name in _LOSSES:
             continue
         lines = [

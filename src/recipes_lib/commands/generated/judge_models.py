@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from recipes_lib.training.monitoring.progress import TrainingProgress
 
 RECORD: Final = "judge.json"
-_EPILOG: Final = (
-    "Models and the judge are folders, Hub ids or endpoints, written URL#NAME: http://localhost:8000/v1#my-model. "
-    "Models may also be files of answers (.jsonl). The key of endpoints is the environment variable OPENAI_API_KEY."
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,18 +47,9 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, a model or the judge cannot be loaded, or the folder holds another comparison.
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
-    options = _build_parser().parse_args(list(argv))
-    lowest = {"limit": 1, "batch_size": 1, "max_new_tokens": 1, "judge_tokens": 1, "temperature": 0, "seed": 0}
-    values = {**vars(options), "judge_tokens": options.judge_max_new_tokens}
-    problems = [
-        Problem(f"--{flag}", f"is {values[flag]}", f"write {least} or more")
-        for flag, least in lowest.items()
-        if values[flag] is not None and not values[flag] >= least  # Negated, so that NaN is refused, too.
-    ]
+    options = _build_parser().parse_args(argv)
     if len(options.models) < 2:
-        problems.append(Problem("recipes eval compare", "there is one model", "name two or more"))
-    if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")
@@ -101,36 +88,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="recipes eval compare",
-        usage="recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR",
-        description="Win rates of models against the first one, by a reward model or by a model that is asked for a "
-        "verdict in both orders. The same command resumes after an interruption.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="the first is the baseline")
-    parser.add_argument("--judge", required=True, help="reward model, or URL#NAME of an endpoint")
-    text = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=text)
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="answers, verdicts, judge.json")
-    text = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
-    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=text)
-    text, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
-    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=text)
+    parser = CommandParser("eval compare --judge")
     text, read = "JSON: further fields of requests to the judge; null removes one", _read_fields
     parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
     parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=text)
-    parser.add_argument("--limit", type=int, help="number of questions (default: all)")
-    parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-    parser.add_argument("--batch_size", type=int, default=8, help="batch size of local models (default: 8)")
-    parser.add_argument("--num_concurrent", type=int, default=8, help="requests to an endpoint at a time (default: 8)")
-    parser.add_argument("--requests_per_minute", type=float, help="upper bound for each endpoint")
-    text = "timeout of a request in seconds (default: 300)"
-    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=text)
-    parser.add_argument("--dtype", default="auto", help="of local models (default: that of the checkpoint)")
-    parser.add_argument("--use_cpu", action="store_true", help="run local models on the CPU")
     return parser
 
 

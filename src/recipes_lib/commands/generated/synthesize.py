@@ -33,7 +33,7 @@ from recipes_lib.commands.generated.row_filters import build_checks, choose_rows
 from recipes_lib.commands.sampling import RowFile, TokenCounts
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_command
+from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Answerer, Chat, Reply, UnansweredError
 from recipes_lib.evaluation.judge_questions import Question
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
             folder holds other rows.
         DataError: The source cannot be read, or the filters remove all rows.
     """
-    config = exit_after_help(parse_synthesis_command(argv))
+    config = exit_after_help(SynthesisConfig.parse(argv))
     verify_one_process("recipes synthesize")
     from recipes_lib.report.html_pages import write_synthesis_report
     from recipes_lib.training.monitoring.progress import build_progress
@@ -103,7 +103,7 @@ def check(argv: Sequence[str]) -> int:
         ConfigError: As ``main``.
         DataError: As ``main``.
     """
-    config = exit_after_help(parse_synthesis_command(argv))
+    config = exit_after_help(SynthesisConfig.parse(argv))
     method = load_method(config)
     rows, _ = read_source(method)
     build_checks(config)

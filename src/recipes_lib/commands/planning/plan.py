@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -37,12 +37,9 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.decoding import estimate_on_policy
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
-from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-from recipes_lib.planning.rollouts import list_readers
 from recipes_lib.planning.schedule import (
     PretrainingPlan,
     Schedule,
@@ -51,6 +48,7 @@ from recipes_lib.planning.schedule import (
     list_quarters,
     plan_pretraining,
 )
+from recipes_lib.planning.timing import estimate_on_policy, list_readers
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
@@ -363,6 +361,49 @@ def count_corpus_tokens(name: str) -> int | None:
         return sum(number for source, number in named if is_whole or source == place.name)
     except (DataError, KeyError, TypeError):
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Failure model of a run, in seconds.
+
+    Attributes:
+        mean_seconds: Mean time between failures of the whole job, which stops if any of its GPUs fails.
+        save_seconds: Time that training waits for a checkpoint; if it is written asynchronously, only the pause.
+        restart_seconds: Time from a failure to the first step after it, without recomputing lost steps.
+    """
+
+    mean_seconds: float
+    save_seconds: float
+    restart_seconds: float
+
+    def compute_interval(self) -> float:
+        """Return the optimal interval between checkpoints, in seconds of training.
+
+        Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37:
+        Young's ``sqrt(2 * save * mean)`` with two more terms; the mean itself if saving takes more than twice as long.
+        """
+        ratio = self.save_seconds / (2 * self.mean_seconds)
+        if ratio >= 1:
+            return self.mean_seconds
+        young = math.sqrt(2 * self.save_seconds * self.mean_seconds)
+        return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save_seconds
+
+    def compute_goodput(self, interval: float) -> float:
+        """Return the goodput: the expected share of time, in [0, 1], without saving, restarts and lost steps.
+
+        Args:
+            interval: Seconds of training between two checkpoints, above 0.
+
+        Source: Daly 2006, equation 20: failures are exponentially distributed, and also happen during restarts;
+        compared with a simulation in ``tests/commands/planning/test_plan_failures.py``.
+        """
+        mean = self.mean_seconds
+        exponent = (interval + self.save_seconds) / mean
+        # The goodput is 0 in float64, and `expm1` would overflow.
+        if exponent + self.restart_seconds / mean > 700:
+            return 0.0
+        return interval / (mean * math.exp(self.restart_seconds / mean) * math.expm1(exponent))
 
 
 def _add_failures(

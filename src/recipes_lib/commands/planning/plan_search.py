@@ -28,9 +28,9 @@ from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
-from recipes_lib.planning.rollouts import Iteration, estimate_iteration
 from recipes_lib.planning.schedule import compute_steps, plan_pretraining
-from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
+from recipes_lib.planning.search import Candidate, search
+from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Iteration, estimate_iteration
 from recipes_lib.report.overview import format_rows
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file

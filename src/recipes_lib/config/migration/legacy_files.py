@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.recipes import read_lists
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table, read_lists
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 

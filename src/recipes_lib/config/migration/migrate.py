@@ -22,8 +22,8 @@ from recipes_lib.config.migration.legacy_files import (
     parse_command_text,
 )
 from recipes_lib.config.recipes import read_known, read_renames
-from recipes_lib.config.rules import COMMIT
-from recipes_lib.config.settings import DECISIONS, Settings
+from recipes_lib.config.rules import COMMIT, DECISIONS, is_overruled
+from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
@@ -173,17 +173,17 @@ class _Rewriter:
         names = {key: known[key].new if key in known else read_synonyms().get(key, key) for key in keys}
         values = {new: self.values[old] for old, new in names.items() if new}
         settings = Settings(self.table, str(self.path), {}, values)
-        for decision in DECISIONS:
-            decider = values.get(decision.decider)
+        for row in DECISIONS:
+            decider = values.get(row["decider"])
             # An invalid number of steps is reported when the result is validated.
-            is_invalid = decision.decider == "max_steps" and not isinstance(decider, int | float)
-            if decider is None or is_invalid or not decision.applies(settings):
+            is_invalid = row["decider"] == "max_steps" and not isinstance(decider, int | float)
+            if decider is None or is_invalid or not is_overruled(row, settings):
                 continue
-            self.overruled |= {decision.key}
+            self.overruled |= {row["key"]}
             for entry in self.entries:
-                has_no_effect = names[entry.key] == decision.key and self.values[entry.key] != decision.becomes
-                if has_no_effect and _position(entry)[0] not in self.edits:
-                    self._give_way(entry, decision.decider)
+                is_default = "becomes" in row and self.values[entry.key] == row["becomes"]
+                if names[entry.key] == row["key"] and not is_default and _position(entry)[0] not in self.edits:
+                    self._give_way(entry, row["decider"])
 
     def rewrite(self, entry: Entry) -> None:
         """Convert one key of the old file that has not been edited yet."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
+from recipes_lib.config.command_flags import CommandParser, add_recipe_flags
+from recipes_lib.config.loader import load_for_command, split_recipe
 from recipes_lib.config.schema import ForgettingConfig, ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.rules import STOCHASTIC_ADAMW
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 from recipes_lib.planning.compute import compute_model_size
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_readers
+from recipes_lib.planning.timing import Iteration, estimate_iteration, list_readers
 
 SIZES = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 SHAPE = LlamaConfig(**SIZES, num_attention_heads=16, num_key_value_heads=4)

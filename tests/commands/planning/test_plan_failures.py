@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
+from recipes_lib.commands.planning.flags import GPU_HOURS_BETWEEN_FAILURES
+from recipes_lib.commands.planning.plan import Failures
 
 _LLAMA_3_HOURS = GPU_HOURS_BETWEEN_FAILURES / 16_384
 

@@ -21,7 +21,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from recipes_lib.commands.weights.export import export_checkpoint, main
+from recipes_lib.commands.weights import export_checkpoint, main_export
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.model_files import MODEL_SHARDS
 from recipes_lib.training.checkpoints.manifest import write_complete
@@ -127,7 +127,7 @@ def test_generation_config_is_exported(tiny_tokenizer_dir, tmp_path, capsys):
     model.generation_config.eos_token_id = [3, 7]
     model.generation_config.save_pretrained(checkpoint)
     write_complete(checkpoint, step=2)
-    main([str(checkpoint), str(tmp_path / "out")])
+    main_export([str(checkpoint), str(tmp_path / "out")])
     assert capsys.readouterr().out.endswith(f"parameters written to {tmp_path / 'out'}\n")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
 
@@ -184,29 +184,29 @@ def test_gguf_is_written_by_converter(kind, tiny_tokenizer_dir, tmp_path, capsys
     out = tmp_path / "files" / "mine.gguf"
     (out.parent / ".mine.gguf.partial" / "of-a-killed-process").mkdir(parents=True)
     flags = [str(source), str(out), "--llama_cpp", str(tmp_path / "a llama"), "--gguf"]
-    main([*flags, "q8_0"])
+    main_export([*flags, "q8_0"])
     assert out.read_bytes() == b"GGUF 32 q8_0"
     assert capsys.readouterr().out.endswith(f"12 bytes written to {out}\n")
     assert [file.name for file in out.parent.iterdir()] == ["mine.gguf"]
     with pytest.raises(ConfigError, match="already exists"):
-        main([*flags, "q8_0"])
+        main_export([*flags, "q8_0"])
     out.unlink()
     for wrong, words in (("fails", "exit code 3"), ("nothing", "has not written a file")):
         with pytest.raises(ConfigError, match=words):
-            main([*flags, wrong])
+            main_export([*flags, wrong])
         assert list(out.parent.iterdir()) == []
 
 
 def test_name_of_a_gguf_file_without_its_type_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"--gguf is missing\n.*--gguf f16"):
-        main([str(tmp_path), str(tmp_path / "a.gguf")])
+        main_export([str(tmp_path), str(tmp_path / "a.gguf")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
     def fails(message: str, name: str = "a.gguf") -> None:
         with pytest.raises(ConfigError, match=message):
-            main([str(tmp_path), str(tmp_path / name), "--gguf", "f16"])
+            main_export([str(tmp_path), str(tmp_path / name), "--gguf", "f16"])
 
     monkeypatch.setenv("PATH", str(tmp_path))
     fails("name its folder by --llama_cpp")

@@ -1,4 +1,4 @@
-"""Estimated sampling of on-policy distillation, compared with closed forms; RL's is in ``test_rollouts.py``."""
+"""Estimated sampling of on-policy distillation, compared with closed forms; RL's is in ``test_timing.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.planning.runs import build_config
 from transformers import LlamaConfig
 
 from recipes_lib.planning.compute import compute_flops_per_token, compute_model_size
-from recipes_lib.planning.decoding import Decoding, estimate_on_policy
 from recipes_lib.planning.devices import Device, choose_device
+from recipes_lib.planning.timing import Decoding, estimate_on_policy
 
 SHAPE = LlamaConfig(
     vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
