@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Chat, Reply
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import load_adapter
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.generation import (
     GenerateBackend,
@@ -173,9 +173,8 @@ def load_local_model(
         ConfigError: The model cannot be loaded, or is an adapter and ``start`` is given.
         DataError: The model's logits are NaN.
     """
-    adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
-    # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
-    base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
+    # Weights come from the base that an adapter names; the tokenizer is the one saved with the adapter.
+    base, adapter = find_base(named)
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, generation = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")

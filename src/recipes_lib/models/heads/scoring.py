@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
@@ -25,7 +25,7 @@ from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.roles import add_reward
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.inference import evaluating, find_device
@@ -224,11 +224,10 @@ def find_saved(name: str, revision: str | None) -> Saved:
     """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
 
     Raises:
-        ConfigError: As ``find_adapter`` and ``read_base``.
+        ConfigError: As ``find_base``.
     """
-    adapter = find_adapter(name, revision)
     named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
-    return Saved(named, named if adapter is None else replace(named, **read_base(adapter)._asdict()), adapter)
+    return Saved(named, *find_base(named))
 
 
 def read_positions(config: PreTrainedConfig) -> float:
