@@ -19,7 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
-from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
+from recipes_lib.models.generation import GenerateBackend, Sampling, draw_uniforms, mask_answers, read_stop_ids
 from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
@@ -167,9 +167,8 @@ class OnPolicyAnswers:
             for start in range(0, len(order), self.batch_size):
                 chunk = order[start : start + self.batch_size]
                 asked = [questions[at] for at in chunk]
-                # One uniform number per token, (B, response_length): the randomness is independent of the batch.
-                streams = [np.random.default_rng([self.seed, step, question.number]) for question in asked]
-                uniforms = torch.from_numpy(np.stack([stream.random(self.response_length) for stream in streams]))
+                seeds = ((self.seed, step, question.number) for question in asked)
+                uniforms = draw_uniforms(seeds, self.response_length)
                 generated = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
                 masks, finished = mask_answers(generated.response_ids, stop_ids)
                 num_finished += int(finished.sum())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -268,12 +269,19 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
     )
 
 
+def draw_uniforms(seeds: Iterable[Sequence[int]], length: int) -> Tensor:
+    """Draw the random numbers of answers of ``length`` tokens, each answer's by its own seed; ``float64 (B, length)``.
+
+    An answer then depends neither on its batch, nor on the process that samples it, nor on earlier draws.
+    """
+    return torch.from_numpy(np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
+
+
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Left-pad prompts; return ``input_ids`` and ``attention_mask`` (1 at tokens), both ``int64 (B, P)``."""
-    longest = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
-    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
+    ids = [torch.tensor(row) for row in rows]
+    masks = map(torch.ones_like, ids)
+    return pad_sequence(ids, True, pad_id, "left"), pad_sequence([*masks], True, 0, "left")
 
 
 def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
@@ -419,18 +427,14 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
         RuntimeError: An answer neither ends with a stop token nor has the full length.
     """
     stops = set(sampling.stop_ids)
-    width = max(len(ids) for ids, _ in answers)
-    response_ids = torch.full((len(answers), width), sampling.pad_id)
-    engine_logps = torch.zeros(len(answers), width)
-    for row, (ids, logps) in enumerate(answers):
+    for ids, _ in answers:
         if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
             # The padding after it would count as part of the answer (``mask_answers``).
             raise RuntimeError(
                 f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
             )
-        response_ids[row, : len(ids)] = torch.tensor(ids)
-        engine_logps[row, : len(ids)] = torch.tensor(logps)
-    return Generated(response_ids, engine_logps)
+    response_ids = pad_sequence([torch.tensor(ids) for ids, _ in answers], True, sampling.pad_id)
+    return Generated(response_ids, pad_sequence([torch.tensor(logps) for _, logps in answers], True))
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.adapters.roles import Role
-from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Sampling, draw_uniforms, mask_answers, read_continuation
 from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
 from recipes_lib.rl.rewards import Rewards, verify_positions
@@ -179,9 +178,8 @@ class Collector:
             self.generator.load(policy)
 
     def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> Generated:
-        # One stream per answer, so that it depends neither on the process that samples it nor on earlier draws.
-        streams = [np.random.default_rng([self.args.seed, Stream.ANSWER, number]) for number in numbers]
-        uniforms = torch.from_numpy(np.stack([stream.random(self._sampling.response_length) for stream in streams]))
+        seeds = ((self.args.seed, Stream.ANSWER, number) for number in numbers)
+        uniforms = draw_uniforms(seeds, self._sampling.response_length)
         return self.generator.generate(policy, [prompt.input_ids for prompt in prompts], uniforms)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
