@@ -134,17 +134,17 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None, name: str) -> Iterator[Problem]:
     """Set the chat template in a file, if one is configured; yield the problem if no template can be used."""
-    found, remedy = "", "name a Jinja file in UTF-8"
     if path is not None:
         try:
-            tokenizer.chat_template = read_text(find_shipped(Path(path)), "chat_template_path", remedy)
+            tokenizer.chat_template = read_text(
+                find_shipped(Path(path)), "chat_template_path", "name a Jinja file in UTF-8"
+            )
         except ConfigError as error:
             yield from error.problems
     elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         found = f"the tokenizer of {name} has chat templates without a default: {names}"
         remedy = "name a file with one of them, or save the tokenizer with it alone"
-    if found:
         yield Problem("chat_template_path", found, remedy)
 
 

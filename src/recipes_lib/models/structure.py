@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,21 +142,20 @@ def collect_features(
     """
     layers, features = find_layers(model), LayerFeatures()
 
-    def build_hook(collected: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            collected[number] = read(output if isinstance(output, Tensor) else output[at])
-
-        return hook
+    def collect(collected: dict[int, Tensor], number: int, read: Read, at: int, *call: Any) -> None:
+        output = call[-1]  # After the module and its inputs.
+        collected[number] = read(output if isinstance(output, Tensor) else output[at])
 
     handles = []
     for number in states:
         # The last hidden state of transformers is the output of the final norm, which is that of the base model.
         module = layers[number - 1] if number < len(layers) else model.base_model
-        handles.append(module.register_forward_hook(build_hook(features.states, number, read_states, 0)))
+        handles.append(module.register_forward_hook(partial(collect, features.states, number, read_states, 0)))
     for number in attentions:
         attention = _find_attention(layers[number - 1])
         # Attention modules return output and attention probabilities.
-        handles.append(attention.register_forward_hook(build_hook(features.attentions, number, read_attentions, 1)))
+        hook = partial(collect, features.attentions, number, read_attentions, 1)
+        handles.append(attention.register_forward_hook(hook))
     try:
         yield features
     finally:

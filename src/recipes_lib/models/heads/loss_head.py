@@ -332,25 +332,23 @@ def _compute_sums(
     # needs no mask: it is at the end of a row, where causal attention does not reach it.
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids separate documents")
+    num_predictors = labels.shape[1] - 1
     if targets is not None:
         # Context parallelism: its attention takes cu_seq_lens, and the empty mask keeps transformers from building one.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
-        hidden, aux_loss = _run_backbone(model, inputs)
-        sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
-        return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
-    num_predictors = labels.shape[1] - 1
-    if _can_cut(model, num_predictors, inputs):
+    elif _can_cut(model, num_predictors, inputs):
         inputs = {name: part[:, :num_predictors] for name, part in inputs.items() if name != "use_cache"}
     hidden, aux_loss = _run_backbone(model, inputs)
-    successors = labels[:, 1:]
-    if target_positions is None:
-        hidden = hidden[:, :num_predictors]
-    elif hidden.shape[1] > num_predictors:
-        # Index into full rows (B, L, D): the backward pass of the slice [:, :-1] would copy the gradient.
-        successors = labels.roll(-1, 1)
-        if len(labels) > 1:
-            target_positions = target_positions + target_positions // num_predictors
-    sums = _score(model, compute_cross_entropy, hidden, successors, positions=target_positions)
+    if targets is None:
+        targets = labels[:, 1:]
+        if target_positions is None:
+            hidden = hidden[:, :num_predictors]
+        elif hidden.shape[1] > num_predictors:
+            # Index into full rows (B, L, D): the backward pass of the slice [:, :-1] would copy the gradient.
+            targets = labels.roll(-1, 1)
+            if len(labels) > 1:
+                target_positions = target_positions + target_positions // num_predictors
+    sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
     return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
 
 

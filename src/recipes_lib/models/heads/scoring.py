@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jinja2 import Environment, Template
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
@@ -190,12 +191,9 @@ class RewardModel:
 
     def _run(self, rows: Sequence[TokenIds]) -> list[float]:
         lengths = torch.tensor([len(row) for row in rows])
-        width = int(lengths.max())
         # Right padding needs no mask under causal attention, and any token can pad.
-        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for at, row in enumerate(rows):
-            input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
-        device = find_device(self.model)
+        input_ids = pad_sequence([torch.as_tensor(np.asarray(row, np.int64)) for row in rows], batch_first=True)
+        width, device = input_ids.shape[1], find_device(self.model)
         output = self.model(
             input_ids=input_ids.to(device),
             position_ids=torch.arange(width, device=device).expand(len(rows), -1),
