@@ -18,7 +18,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl import update
 from recipes_lib.rl.methods import PPOMethod
-from recipes_lib.rl.policy_loss import PolicyObjective, compute_policy_loss
+from recipes_lib.rl.objectives import PolicyObjective, compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.training.monitoring.progress import TrainingProgress

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from recipes_lib.config.schema import PPOConfig, RecipeConfig
-from recipes_lib.rl.advantages import (
+from recipes_lib.rl.monitor import Figures, average_steps, describe_values
+from recipes_lib.rl.objectives import (
+    PolicyObjective,
     compute_advantages,
     compute_group_advantages,
     compute_leave_one_out_advantages,
@@ -20,8 +22,6 @@ from recipes_lib.rl.advantages import (
     penalise_missing_end,
     whiten,
 )
-from recipes_lib.rl.monitor import Figures, average_steps, describe_values
-from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
 

@@ -18,12 +18,12 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError, UserError
-from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.engine import EngineGuard
 from recipes_lib.rl.methods import GroupMethod, Method, PPOMethod
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import AnswerWatch, Figures, describe_rollout, describe_samples, verify_first_rollout
+from recipes_lib.rl.objectives import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts

@@ -21,7 +21,7 @@ from recipes_lib.planning.schedule import verify_schedule
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
-from recipes_lib.rl.policy_loss import RATIO_MAX, Terms, compute_normaliser, compute_policy_loss, compute_value_loss
+from recipes_lib.rl.objectives import RATIO_MAX, Terms, compute_normaliser, compute_policy_loss, compute_value_loss
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
