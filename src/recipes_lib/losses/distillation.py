@@ -232,19 +232,7 @@ def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, target
     return _ChunkDivergence(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
 
 
-class Divergence(NamedTuple):
-    """Divergences of ``n`` pairs of distributions over ``B`` outcomes.
-
-    Attributes:
-        values: In nats, ``(n,)``.
-        slopes: Derivative of each value with respect to the student's log-probabilities, ``(n, B)``.
-    """
-
-    values: Tensor
-    slopes: Tensor
-
-
-def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float) -> Divergence:
+def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Generalised Jensen-Shannon divergence between ``p = exp(teacher_logps)`` and ``q = exp(student_logps)``.
 
     With ``m = beta * p + (1 - beta) * q`` it is ``beta * KL(p || m) + (1 - beta) * KL(q || m)``, divided by
@@ -257,6 +245,10 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
         student_logps: Log-probabilities of the student in nats, ``(n, B)``; finite.
         beta: Interpolation between forward and reverse KL, in ``[0, 1]``.
 
+    Returns:
+        Divergence of each pair in nats, ``(n,)``, and its derivative with respect to the student's log-probabilities,
+        ``(n, B)``.
+
     Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, except for the divisor;
         ``tests/losses/test_divergence.py``.
     """
@@ -265,11 +257,11 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     if beta == 0:
         # Forward KL: sum p (log p - log q); its derivative with respect to log q is -p.
         negative = -teacher_logps.exp()
-        return Divergence((negative * gap).sum(dim=-1), negative)
+        return (negative * gap).sum(dim=-1), negative
     student = student_logps.exp()
     if beta == 1:
         # Reverse KL: sum q (log q - log p). The term q * 1 of its derivative is omitted: log-softmax maps it to 0.
-        return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
+        return (student * gap).sum(dim=-1), student.mul_(gap)
     # log(q / m) and log(p / m), which vanish with beta and 1 - beta, from log(q / p): differences to log m would be
     # rounding error, divided by beta.
     odds = math.log(beta) - math.log1p(-beta)
@@ -277,7 +269,7 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     to_teacher = functional.softplus(gap - odds).add_(math.log(beta)).neg_()
     values = (student * to_student).sum(dim=-1) / beta + (teacher_logps.exp() * to_teacher).sum(dim=-1) / (1 - beta)
     # q log(q / m) / beta: the other terms of the derivative cancel, since beta p + (1 - beta) q = m.
-    return Divergence(values, student.mul_(to_student).div_(beta))
+    return values, student.mul_(to_student).div_(beta)
 
 
 class TopLogps(NamedTuple):
