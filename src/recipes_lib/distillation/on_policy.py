@@ -19,7 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
-from recipes_lib.models.generation import GenerateBackend, Sampling, draw_uniforms, mask_answers, read_stop_ids
+from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids, sample_answers
 from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
@@ -159,22 +159,13 @@ class OnPolicyAnswers:
         stop_ids = read_stop_ids(student.generation_config)
         sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, raise_if_stop_pending, self.num_tokens)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
-        # Sorted by length to reduce padding; an answer does not depend on its batch.
-        order = sorted(range(len(questions)), key=lambda at: len(questions[at].prompt))
-        answers: dict[int, Ids] = {}
-        num_finished = 0
+        prompts = [question.prompt.tolist() for question in questions]
+        seeds = [(self.seed, step, question.number) for question in questions]
         with evaluating(student):
-            for start in range(0, len(order), self.batch_size):
-                chunk = order[start : start + self.batch_size]
-                asked = [questions[at] for at in chunk]
-                seeds = ((self.seed, step, question.number) for question in asked)
-                uniforms = draw_uniforms(seeds, self.response_length)
-                generated = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
-                masks, finished = mask_answers(generated.response_ids, stop_ids)
-                num_finished += int(finished.sum())
-                parts = (ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True))
-                answers.update(zip(chunk, parts, strict=True))
-        return [answers[at] for at in range(len(questions))], num_finished
+            generated = sample_answers(backend, student, prompts, seeds, sampling)
+        masks, finished = mask_answers(generated.response_ids, stop_ids)
+        answers = [ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True)]
+        return answers, int(finished.sum())
 
 
 def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:

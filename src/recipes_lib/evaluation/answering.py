@@ -23,10 +23,10 @@ from recipes_lib.models.generation import (
     GenerateBackend,
     Generator,
     Sampling,
-    draw_uniforms,
     mask_answers,
     read_continuation,
     read_stop_ids,
+    sample_answers,
 )
 from recipes_lib.models.heads.scoring import encode_answers, read_positions
 from recipes_lib.models.inference import compute_probe_logits
@@ -104,17 +104,14 @@ class LocalModel:
             prompts: Token ids of each prompt.
             numbers: Number of each answer; with ``seed``, it determines the answer.
         """
+        seeds = [(self.seed, number) for number in numbers]
+        output = sample_answers(self.generator, self.policy, prompts, seeds, self.sampling)
+        # masks: True up to and including the stop token, (B, T); ended: whether there is one, (B,)
+        masks, ended = mask_answers(output.response_ids, self.sampling.stop_ids)
         replies = []
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            uniforms = draw_uniforms(((self.seed, number) for number in numbers[part]), self.sampling.response_length)
-            output = self.generator.generate(self.policy, prompts[part], uniforms)
-            # masks: True up to and including the stop token, (B, T); ended: whether there is one, (B,)
-            masks, ended = mask_answers(output.response_ids, self.sampling.stop_ids)
-            rows = zip(prompts[part], output.response_ids, masks, ended.tolist(), strict=True)
-            for prompt, ids, mask, has_ended in rows:
-                text = read_continuation(self.tokenizer, prompt, ids[mask].tolist())
-                replies.append(Reply(text, has_ended, len(prompt), int(mask.sum())))
+        for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True):
+            text = read_continuation(self.tokenizer, prompt, ids[mask].tolist())
+            replies.append(Reply(text, has_ended, len(prompt), int(mask.sum())))
         return replies
 
 

@@ -269,12 +269,44 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
     )
 
 
-def draw_uniforms(seeds: Iterable[Sequence[int]], length: int) -> Tensor:
-    """Draw the random numbers of answers of ``length`` tokens, each answer's by its own seed; ``float64 (B, length)``.
+def sample_answers(
+    generator: Generator,
+    policy: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    sampling: Sampling,
+    track: Callable[[list[list[int]], str, int], Iterable[list[int]]] = lambda batches, *_: batches,
+) -> Generated:
+    """Sample one answer per prompt, in batches of the engine's size.
 
-    An answer then depends neither on its batch, nor on the process that samples it, nor on earlier draws.
+    Each answer has random numbers by its own seed, and so depends neither on its batch, nor on the process that samples
+    it, nor on earlier draws.
+
+    Args:
+        generator: Engine, with the weights of the policy loaded.
+        policy: As for ``Generator.generate``.
+        prompts: Token ids of each prompt.
+        seeds: Seed of each answer.
+        sampling: Sampling options of the engine.
+        track: Iterates over batches of rows and shows progress, given a label and their number.
+
+    Returns:
+        Answers in the order of ``prompts``, ``(B, response_length)``, 0 after the longest answer of a batch.
     """
-    return torch.from_numpy(np.stack([np.random.default_rng(seed).random(length) for seed in seeds]))
+    # Prompts of similar length need less padding.
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    size = generator.batch_size or max(1, len(order))
+    ids = torch.zeros(len(prompts), sampling.response_length, dtype=torch.int64)
+    logps = torch.zeros(ids.shape)
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    for rows in track(batches, "sampling answers", len(batches)):
+        streams = [np.random.default_rng(seeds[row]) for row in rows]
+        uniforms = torch.from_numpy(np.stack([stream.random(sampling.response_length) for stream in streams]))
+        answers = generator.generate(policy, [prompts[row] for row in rows], uniforms)
+        # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
+        width = answers.response_ids.shape[1]
+        ids[rows, :width], logps[rows, :width] = answers.response_ids, answers.engine_logps
+    return Generated(ids, logps)
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
