@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import ModelOutput
 
@@ -289,15 +289,6 @@ def _find_projections(model: Any) -> list[Any]:
     return [projection] if copies is None else [projection.original_module, *copies.values()]
 
 
-def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the transform between projection and softmax: scale of Cohere and Granite, soft cap of Gemma."""
-    scale = getattr(config, "logit_scale", None)
-    return {
-        "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
-        "softcap": find_softcap(config),
-    }
-
-
 def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
@@ -478,9 +469,10 @@ def _score(
     **options: Any,
 ) -> Any:
     """Call ``score`` inside the output projection, with the model's transform of logits and a temperature."""
+    config = model.config.get_text_config()
+    # Scale of Cohere and Granite, soft cap of Gemma.
+    scale, softcap = getattr(config, "logit_scale", None), find_softcap(config)
+    scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
     # c tanh(s x / c) / T = (c / T) tanh((s / T) x / (c / T)): scale and cap are divided alike.
-    transform = {
-        name: None if value is None else value / temperature
-        for name, value in _logit_transform(model.config.get_text_config()).items()
-    }
-    return model.get_output_embeddings()(hidden, score, *args, **transform, **options)
+    options |= {"logit_scale": scale / temperature, "softcap": None if softcap is None else softcap / temperature}
+    return model.get_output_embeddings()(hidden, score, *args, **options)
