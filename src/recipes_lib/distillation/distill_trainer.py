@@ -143,7 +143,7 @@ class DistillationTrainer(SFTTrainer):
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         positions = inputs.pop(POSITIONS, None)
-        with self.layers.capture_features(labels, inputs["position_ids"]) as features:
+        with self.layers.capture_features(labels, inputs["position_ids"]) as compute_parts:
             if record is None:
                 # On its own answers the student trains only on the teacher's distribution.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
@@ -152,7 +152,7 @@ class DistillationTrainer(SFTTrainer):
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective, found)
             else:
                 output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective, positions)
-        parts = self.layers.compute_parts(features)
+        parts = compute_parts()
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
