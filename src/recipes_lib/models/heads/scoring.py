@@ -204,28 +204,18 @@ class RewardModel:
         return scores
 
 
-class Saved(NamedTuple):
-    """Location of a saved reward model.
-
-    Attributes:
-        named: The reward model by its name, with the tokenizer.
-        weights: The model with configuration and weights: the same, or the base of an adapter.
-        adapter: Folder of the adapter; ``None`` for a full model.
-    """
-
-    named: ModelConfig
-    weights: ModelConfig
-    adapter: Path | None
-
-
-def find_saved(name: str, revision: str | None) -> Saved:
+def find_saved(name: str, revision: str | None) -> tuple[ModelConfig, ModelConfig, Path | None]:
     """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
+
+    Returns:
+        The reward model by its name, with the tokenizer; the model with configuration and weights: the same, or the
+        base of an adapter; and the folder of the adapter, ``None`` for a full model.
 
     Raises:
         ConfigError: As ``find_base``.
     """
     named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
-    return Saved(named, *find_base(named))
+    return named, *find_base(named)
 
 
 def read_positions(config: PreTrainedConfig) -> float:
