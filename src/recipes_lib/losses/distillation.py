@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Unpack
+from typing import Final, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from recipes_lib.losses.projection import (
     TEACHER_PART,
+    Chunk,
+    ChunkedSum,
     LogitTransform,
     Projection,
-    ProjectionGradients,
     build_projection,
 )
 
@@ -124,64 +124,40 @@ def compute_distillation(
     """
     part = TEACHER_PART if isinstance(supervision.teacher, TeacherHead) else 1
     projection = build_projection(hidden, weight, part=part, **transform)
-    return DistillationSums(
-        *_ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, transform.get("bias"), supervision, projection, torch.is_grad_enabled()
-        )
-    )
+    alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
+    # Before autocast is disabled, which determines the dtype of the teacher's products too.
+    supervisions = _iterate_supervision(supervision, projection)
 
-
-class _ChunkedDistillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        supervision: DistillationTargets,
-        projection: Projection,
-        is_grad_enabled: bool,
-    ) -> tuple[Tensor, ...]:
-        # Structure and buffers as in ``_ChunkedCrossEntropy``, whose comments apply here too.
-        needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
-        alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
+    def compute(chunks: Iterator[Chunk], learn: Callable[[Chunk], None] | None) -> tuple[Tensor, ...]:
         nll_sum, divergence_sum, teacher_nll_sum = (hidden.new_zeros((), dtype=projection.wide) for _ in range(3))
         num_correct, num_agreed = (supervision.targets.new_zeros(()) for _ in range(2))
-        matrix = weight.to(projection.dtype)
-        supervisions = _iterate_supervision(supervision, projection)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, compare in zip(projection.iterate(hidden, matrix, bias), supervisions, strict=True):
-                logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
-                prediction = logits.argmax(dim=-1, keepdim=True)
-                num_correct += (prediction == targets).sum()
-                log_totals = logits.logsumexp(dim=-1, keepdim=True)
-                nll_sum += (log_totals - logits.gather(1, targets)).sum()
-                compared = compare(logits, targets)
-                divergence_sum += compared.divergences.sum()
-                teacher_nll_sum += compared.nll_sum
-                num_agreed += (prediction == compared.prediction).sum()
-                if any(needed):
-                    # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
-                    logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
-                    # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence
-                    # covers the first C columns only.
-                    shared = logits[:, : compared.gradient.shape[1]]
-                    shared.add_(compared.gradient, alpha=(1 - alpha) * temperature)
-                    gradients.add(chunk, matrix)
-        ctx.save_for_backward(*gradients.finish())
+        for chunk, compare in zip(chunks, supervisions, strict=True):
+            logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
+            prediction = logits.argmax(dim=-1, keepdim=True)
+            num_correct += (prediction == targets).sum()
+            log_totals = logits.logsumexp(dim=-1, keepdim=True)
+            nll_sum += (log_totals - logits.gather(1, targets)).sum()
+            compared = compare(logits, targets)
+            divergence_sum += compared.divergences.sum()
+            teacher_nll_sum += compared.nll_sum
+            num_agreed += (prediction == compared.prediction).sum()
+            if learn is not None:
+                # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
+                logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
+                # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence covers the
+                # first C columns only.
+                shared = logits[:, : compared.gradient.shape[1]]
+                shared.add_(compared.gradient, alpha=(1 - alpha) * temperature)
+                learn(chunk)
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
         num_targets = supervision.targets.new_full((), len(supervision.targets))
-        figures = nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
-        ctx.mark_non_differentiable(*figures)
-        return loss_sum, *figures
+        return loss_sum, nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, as in ``_ChunkedCrossEntropy``: a second backward pass raises.
-        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+    return DistillationSums(
+        *ChunkedSum.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, transform.get("bias"), projection, torch.is_grad_enabled(), compute, None
+        )
+    )
 
 
 class _ChunkDivergence(NamedTuple):
@@ -208,7 +184,6 @@ def _iterate_supervision(
     if isinstance(teacher, TopLogps):
         starts = range(0, len(supervision.targets), size)
         return (partial(_compute_top, teacher.take(slice(start, start + size)), objective) for start in starts)
-    # Called before the caller disables autocast, which determines the dtype of the teacher's products too.
     transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
     head = build_projection(teacher.hidden, teacher.weight, **transform)
     chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.bias)
