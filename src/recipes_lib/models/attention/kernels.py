@@ -105,11 +105,10 @@ def choose_attention(
     Raises:
         ConfigError: As ``choose_kernel`` and ``verify_context_parallel``; or context parallelism on GPUs in float32.
     """
-    halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    is_bf16 = args.bf16 or args.mixed_precision == "fp8"
-    compute_dtype = (
-        torch.bfloat16 if is_bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
-    )
+    # `auto` is no attribute of torch.
+    compute_dtype = torch.float16 if args.fp16 else getattr(torch, config.dtype, torch.float32)
+    if args.bf16 or args.mixed_precision == "fp8":
+        compute_dtype = torch.bfloat16
     if context is not None:
         if args.device.type == "cuda" and compute_dtype == torch.float32:
             found = "on GPUs, context parallelism needs bf16 or fp16"
