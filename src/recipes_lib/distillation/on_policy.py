@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import send_to_device
-from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids, sample_answers
 from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
@@ -28,7 +27,6 @@ from recipes_lib.stopping import StopPendingError
 from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.guards.step_facts import ROW_IDS
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import build_autocast
 
 ANSWERED: Final = "answers"
@@ -179,45 +177,6 @@ def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
         "loss_mask": np.concatenate([empty.astype(np.bool_), *masks]),
         "seq_lengths": np.array([len(document) for document in documents], np.int64),
     }
-
-
-def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sums of a batch by the names of their logged means, such as ``KIND/nll``."""
-    figures = {
-        **parts,
-        "nll": sums.nll_sum,
-        "divergence": sums.divergence_sum,
-        "teacher_nll": sums.teacher_nll_sum,
-        "agreement": sums.num_agreed.float(),
-    }
-    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}
-
-
-class AnswerFigures:
-    """Metrics of on-policy steps, separate from those of steps on texts."""
-
-    def __init__(self) -> None:
-        """Initialise empty sums."""
-        self._of_tokens, self._of_answers = TermMetrics(), TermMetrics()
-
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        """Callbacks that add the metrics to a log record."""
-        return [self._of_tokens, self._of_answers]
-
-    def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch of this process.
-
-        Args:
-            sums: Loss sums of the batch.
-            answered: Value of ``ANSWERED``, ``int64 (2,)``.
-            parts: Sums of the layer losses by name.
-        """
-        self._of_tokens.add(name_figures("on_policy", sums, parts), sums.num_targets)
-        # Means over answers rather than tokens: their sums have another divisor.
-        num_answers, num_finished = answered
-        lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
-        self._of_answers.add(lengths, num_answers)
 
 
 def find_positions(config: RecipeConfig, teacher_config: PreTrainedConfig) -> float:
