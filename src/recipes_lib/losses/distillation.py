@@ -137,17 +137,16 @@ def compute_distillation(
             num_correct += (prediction == targets).sum()
             log_totals = logits.logsumexp(dim=-1, keepdim=True)
             nll_sum += (log_totals - logits.gather(1, targets)).sum()
-            compared = compare(logits, targets)
-            divergence_sum += compared.divergences.sum()
-            teacher_nll_sum += compared.nll_sum
-            num_agreed += (prediction == compared.prediction).sum()
+            divergences, gradient, teacher_prediction, teacher_nll = compare(logits, targets)
+            divergence_sum += divergences.sum()
+            teacher_nll_sum += teacher_nll
+            num_agreed += (prediction == teacher_prediction).sum()
             if learn is not None:
                 # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
                 logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
                 # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence covers the
                 # first C columns only.
-                shared = logits[:, : compared.gradient.shape[1]]
-                shared.add_(compared.gradient, alpha=(1 - alpha) * temperature)
+                logits[:, : gradient.shape[1]].add_(gradient, alpha=(1 - alpha) * temperature)
                 learn(chunk)
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
         num_targets = supervision.targets.new_full((), len(supervision.targets))
@@ -160,25 +159,15 @@ def compute_distillation(
     )
 
 
-class _ChunkDivergence(NamedTuple):
-    """Divergence from the teacher at the ``n`` positions of a chunk, with its gradient.
-
-    Attributes:
-        divergences: Divergence at each position, ``(n,)``.
-        gradient: Gradient with respect to the student's logits divided by the temperature, ``(n, C)``.
-        prediction: Arg-max of the teacher, ``int64 (n, 1)``.
-        nll_sum: Negative log-likelihood of the targets under the teacher; scalar.
-    """
-
-    divergences: Tensor
-    gradient: Tensor
-    prediction: Tensor
-    nll_sum: Tensor
+_Compared = tuple[Tensor, Tensor, Tensor, Tensor]
+"""At the ``n`` positions of a chunk: divergence from the teacher, ``(n,)``; its gradient with respect to the student's
+logits divided by the temperature, ``(n, C)``; arg-max of the teacher, ``int64 (n, 1)``; and the negative log-likelihood
+of the targets under the teacher, a scalar."""
 
 
 def _iterate_supervision(
     supervision: DistillationTargets, projection: Projection
-) -> Iterator[Callable[[Tensor, Tensor], _ChunkDivergence]]:
+) -> Iterator[Callable[[Tensor, Tensor], _Compared]]:
     """Return an iterator of one function per chunk, from the student's logits and the targets to the divergence."""
     teacher, objective, size = supervision.teacher, supervision.objective, projection.chunk_size
     if isinstance(teacher, TopLogps):
@@ -190,7 +179,7 @@ def _iterate_supervision(
     return (partial(_compute_full, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
 
-def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
+def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _Compared:
     prediction = teacher_logits.argmax(dim=-1, keepdim=True)
     nll_sum = (teacher_logits.logsumexp(dim=-1, keepdim=True) - teacher_logits.gather(1, targets)).sum()
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
@@ -198,13 +187,13 @@ def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, 
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
     # Backward of log-softmax: d / d logit_i = slope_i - softmax_i * sum_j slope_j.
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
-    return _ChunkDivergence(divergences, gradient, prediction, nll_sum)
+    return divergences, gradient, prediction, nll_sum
 
 
-def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
+def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _Compared:
     scaled = logits[:, : teacher.num_tokens] / objective.temperature
     divergences, gradient = compute_top_divergence(scaled, teacher, objective.beta)
-    return _ChunkDivergence(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
+    return divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum()
 
 
 def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float) -> tuple[Tensor, Tensor]:
