@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -82,9 +83,7 @@ class OnPolicyAnswers:
         lmbda: Fraction of on-policy steps, in ``[0, 1]``.
         seed: Seed of the answers. An answer depends on the seed, the step and its document only, not on the batch, the
             number of processes or interruptions of the run.
-        response_length: Maximum length of an answer in tokens.
-        temperature: Divisor of the logits in sampling.
-        num_tokens: Vocabulary size shared by student and teacher; larger token ids are not sampled.
+        sampling: Length, temperature and vocabulary of the answers; stop tokens are those of the student.
         max_length: Maximum length of prompt and answer together for both models; infinite without a limit.
         batch_size: Prompts per generation batch.
         precision: Factory of the autocast context of generation.
@@ -93,9 +92,7 @@ class OnPolicyAnswers:
 
     lmbda: float
     seed: int
-    response_length: int
-    temperature: float
-    num_tokens: int
+    sampling: Sampling
     max_length: float
     batch_size: int
     precision: Callable[[], Any]
@@ -130,7 +127,7 @@ class OnPolicyAnswers:
         """
         # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
         batch = send_to_device(batch, "cpu")
-        room = self.max_length - self.response_length
+        room = self.max_length - self.sampling.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
             with WATCHDOG.during("sampling answers"):
@@ -155,7 +152,7 @@ class OnPolicyAnswers:
             StopPendingError: A stop request is pending.
         """
         stop_ids = read_stop_ids(student.generation_config)
-        sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, raise_if_stop_pending, self.num_tokens)
+        sampling = dataclasses.replace(self.sampling, stop_ids=stop_ids)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
         prompts = [question.prompt.tolist() for question in questions]
         seeds = [(self.seed, step, question.number) for question in questions]
@@ -213,15 +210,14 @@ def prepare_answers(
     Raises:
         ConfigError: As ``find_positions``.
     """
-    keys = config.distillation
+    keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
-        response_length=config.rewards.response_length,
-        temperature=keys.sampling_temperature,
-        num_tokens=len(vocabulary.teacher_ids),
+        # Larger ids than those of the student's tokens are not sampled.
+        sampling=Sampling((), 0, length, keys.sampling_temperature, raise_if_stop_pending, len(vocabulary.teacher_ids)),
         max_length=find_positions(config, teacher_config),
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),

@@ -108,11 +108,9 @@ class Answerer(Protocol):
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
         """Answer each chat once, in order; a chat and its number determine the answer of a reproducible engine."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that determine the answers besides the chats, as JSON values."""
-        ...
 
 
 @dataclass

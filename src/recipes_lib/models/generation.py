@@ -86,7 +86,6 @@ class Generator(Protocol):
 
     def load(self, policy: Any) -> None:
         """Load the current weights of the policy; a collective that every sampling process must enter."""
-        ...
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once.
@@ -96,7 +95,6 @@ class Generator(Protocol):
             prompts: Token ids of each prompt.
             uniforms: Random numbers in ``[0, 1)``, one per token of an answer; ``float64 (B, response_length)``.
         """
-        ...
 
 
 class GenerateBackend(Generator):
