@@ -217,7 +217,7 @@ def prepare_answers(
         lmbda=keys.lmbda,
         seed=args.seed,
         # Larger ids than those of the student's tokens are not sampled.
-        sampling=Sampling((), 0, length, keys.sampling_temperature, raise_if_stop_pending, len(vocabulary.teacher_ids)),
+        sampling=Sampling((), 0, length, keys.sampling_temperature, raise_if_stop_pending, len(vocabulary)),
         max_length=find_positions(config, teacher_config),
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),
