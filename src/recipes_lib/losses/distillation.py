@@ -18,7 +18,6 @@ from recipes_lib.losses.projection import (
     ChunkedSum,
     LogitTransform,
     Projection,
-    build_projection,
 )
 
 MIN_LOG_TAIL = -80.0
@@ -123,7 +122,7 @@ def compute_distillation(
     Source: Hinton et al. 2015 (arXiv 1503.02531); ``tests/losses/test_distillation.py``.
     """
     part = TEACHER_PART if isinstance(supervision.teacher, TeacherHead) else 1
-    projection = build_projection(hidden, weight, part=part, **transform)
+    projection = Projection(hidden, weight, part=part, **transform)
     alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
     # Before autocast is disabled, which determines the dtype of the teacher's products too.
     supervisions = _iterate_supervision(supervision, projection)
@@ -174,7 +173,7 @@ def _iterate_supervision(
         starts = range(0, len(supervision.targets), size)
         return (partial(_compute_top, teacher.take(slice(start, start + size)), objective) for start in starts)
     transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
-    head = build_projection(teacher.hidden, teacher.weight, **transform)
+    head = Projection(teacher.hidden, teacher.weight, **transform)
     chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.bias)
     return (partial(_compute_full, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
@@ -281,7 +280,7 @@ def compute_top_logps(
 
     Source: ``tests/losses/test_top_k.py``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     ids = targets.new_empty((len(targets), k))
     logps = hidden.new_empty((len(targets), k), dtype=projection.wide)
     log_tails, target_logps = (logps.new_empty(len(targets)) for _ in range(2))

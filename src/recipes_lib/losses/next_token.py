@@ -15,7 +15,6 @@ from recipes_lib.losses.projection import (
     Projection,
     ProjectionGradients,
     VocabularyShard,
-    build_projection,
 )
 
 
@@ -78,7 +77,7 @@ def compute_cross_entropy(
     if len(positions) < len(chosen_targets):
         # (N, D) and (N,). ``index_select``: its backward is ``index_add``, that of ``hidden[positions]`` sorts first.
         chosen, chosen_targets = (part.index_select(0, positions) for part in (chosen, chosen_targets))
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
 
     def compute(chunks: Iterator[Chunk], learn: Callable[[Chunk], None] | None) -> tuple[Tensor, Tensor]:
         nll_sum, num_correct = hidden.new_zeros((), dtype=projection.wide), targets.new_zeros(())
@@ -137,7 +136,7 @@ def sample_targets(
     Returns:
         Token ids, ``int64 (N,)``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     # An empty tensor first: ``torch.cat`` raises for an empty list, which ``N = 0`` would give.
     sampled = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -192,7 +191,7 @@ def compute_token_logps(
 
     Source: ``torch.log_softmax`` and ``gather``; ``tests/losses/test_token_logps.py``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     return TokenLogps(
         *_ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, transform.get("bias"), targets, projection, torch.is_grad_enabled(), with_statistics

@@ -43,26 +43,34 @@ class Chunk(NamedTuple):
     slope: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
 class Projection:
     """Chunked projection ``softcap * tanh(logit_scale * (hidden @ matrix.T + bias) / softcap)``.
 
     Attributes:
-        dtype: Dtype of matrix products.
+        dtype: Dtype of matrix products: autocast's, otherwise the narrower of the operands'.
+        wide: Dtype of everything else: ``float32`` at least.
         logit_scale: Factor on the logits, applied before the soft cap.
         softcap: Bound of the absolute value of the logits; ``None`` without a soft cap.
         chunk_size: Tokens whose logits exist at any one time.
     """
 
-    dtype: torch.dtype
-    logit_scale: float
-    softcap: float | None
-    chunk_size: int
+    def __init__(self, hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]) -> None:
+        """Choose dtypes and chunk size.
 
-    @property
-    def wide(self) -> torch.dtype:
-        """Dtype of everything except matrix products: ``float32`` at least."""
-        return torch.promote_types(self.dtype, torch.float32)
+        Args:
+            hidden: Hidden states, ``(..., D)``.
+            weight: Output embedding, ``(V, D)``.
+            part: Divisor of the default chunk size, such as ``TEACHER_PART``.
+            **transform: From hidden states to logits.
+        """
+        device = hidden.device.type
+        # ``torch.mm`` takes operands of one dtype.
+        narrower = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else narrower
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.logit_scale, self.softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
+        default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
+        self.chunk_size = transform.get("chunk_size") or default_size
 
     def iterate(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
         """Yield the logits of ``hidden`` chunk by chunk; the caller disables autocast.
@@ -118,28 +126,6 @@ class LogitTransform(TypedDict, total=False):
     chunk_size: int | None
     """Tokens whose logits exist at any one time. Default: as many as have ``CHUNK_BYTES`` of logits, on a GPU up to
     ``CUDA_CHUNK_BYTES``, divided by ``TEACHER_PART`` where a teacher's logits exist beside them."""
-
-
-def build_projection(
-    hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]
-) -> Projection:
-    """Build the projection with its dtype (autocast's, otherwise the narrower of the operands') and chunk size.
-
-    Args:
-        hidden: Hidden states, ``(..., D)``.
-        weight: Output embedding, ``(V, D)``.
-        part: Divisor of the default chunk size, such as ``TEACHER_PART``.
-        **transform: From hidden states to logits.
-    """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        # ``torch.mm`` takes operands of one dtype.
-        dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
-    scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
-    return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 
 
 def find_chunk_bytes(device: torch.device) -> int:
@@ -301,7 +287,7 @@ class ChunkedSum(torch.autograd.Function):
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         matrix = weight.to(projection.dtype)
-        # ``build_projection`` has chosen the dtype of the products; autocast would cast the float32 operations too.
+        # ``Projection`` has chosen the dtype of the products; autocast would cast the float32 operations too.
         with torch.autocast(hidden.device.type, enabled=False):
             add = partial(gradients.add, matrix=matrix) if any(needed) else None
             loss, *figures = compute(projection.iterate(hidden, matrix, bias), add)
