@@ -31,7 +31,7 @@ from recipes_lib.models.generation import (
     sample_answers,
 )
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.rl.rollout import compute_response_logps, lay_out
+from recipes_lib.rl.rollout import Sequences, compute_response_logps
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 STOPS = [3, 4, 5, 6, 7]
@@ -65,7 +65,7 @@ def measure_gap(policy, prompts: list[list[int]], generated: Generated, temperat
     rollout = dataclasses.replace(empty, **given, **by_token)
     add_loss_head(policy.get_base_model() if hasattr(policy, "get_base_model") else policy)
     with torch.no_grad(), precision or contextlib.nullcontext():
-        logps, _ = compute_response_logps(policy, lay_out(rollout, CPU), temperature=temperature)
+        logps, _ = compute_response_logps(policy, Sequences(rollout, CPU), temperature=temperature)
     return float((generated.engine_logps * mask - logps).abs().max())
 
 

@@ -23,7 +23,7 @@ from recipes_lib.models.generation import Generated, Sampling, mask_answers, rea
 from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
 from recipes_lib.rl.rewards import Rewards, verify_positions
-from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
 from recipes_lib.training.guards.preemption import agreeing_on_stop, raise_if_stop_pending
@@ -249,7 +249,7 @@ class Collector:
                 beat_between(self.models.policy)
                 # (rows, length of their longest answer); beyond it the result is 0. It stays on the device, so that the
                 # next batch is laid out during the computation.
-                part = compute(model, lay_out(rollout.take(rows), self.args.device)).float()
+                part = compute(model, Sequences(rollout.take(rows), self.args.device)).float()
                 parts.append(functional.pad(part, (0, width - part.shape[1])))
                 order += rows
         result = torch.empty(rollout.mask.shape)
