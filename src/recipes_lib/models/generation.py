@@ -149,7 +149,21 @@ class GenerateBackend(Generator):
             # A new call of generate for the remaining rows, with the same cache, so that prompts are not recomputed.
             half = StopWhenHalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
-            sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
+            options = build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length - done)
+            # Named `past_key_values` in transformers 5.23, `cache` in later versions.
+            reuse = {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
+            # Eager: layers compiled for training would be recompiled for the length of every token.
+            with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
+                sequences: Tensor = policy.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=options,
+                    logits_processor=LogitsProcessorList([sampler]),
+                    # The policy is gathered, so that forward passes are no collectives, and ranks need not wait for
+                    # each other.
+                    synced_gpus=False,
+                    **(reuse if cache is not None else {}),
+                )
             new = sequences[:, ids.shape[1] :]
             now = slice(done, done + new.shape[1])
             response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
@@ -163,26 +177,6 @@ class GenerateBackend(Generator):
             mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
             cache.batch_select_indices(rest)
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
-
-    def _continue(
-        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: StopWhenHalfEnded
-    ) -> Tensor:
-        """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
-        # Named `past_key_values` in transformers 5.23, `cache` in later versions.
-        reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
-        # Eager: layers compiled for training would be recompiled for the length of every token.
-        with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
-            sequences: Tensor = policy.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
-                logits_processor=LogitsProcessorList([sampler]),
-                # The policy is gathered, so that forward passes are no collectives, and ranks need not wait for each
-                # other.
-                synced_gpus=False,
-                **reuse,
-            )
-        return sequences
 
 
 def set_stop_tokens(
