@@ -303,7 +303,7 @@ def sample_answers(
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Left-pad prompts; return ``input_ids`` and ``attention_mask`` (1 at tokens), both ``int64 (B, P)``."""
-    ids = [torch.tensor(row) for row in rows]
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     masks = map(torch.ones_like, ids)
     return pad_sequence(ids, True, pad_id, "left"), pad_sequence([*masks], True, 0, "left")
 
@@ -458,7 +458,8 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
                 f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
             )
     response_ids = pad_sequence([torch.tensor(ids) for ids, _ in answers], True, sampling.pad_id)
-    return Generated(response_ids, pad_sequence([torch.tensor(logps) for _, logps in answers], True))
+    engine_logps = [torch.tensor(logps, dtype=torch.float32) for _, logps in answers]
+    return Generated(response_ids, pad_sequence(engine_logps, True))
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
