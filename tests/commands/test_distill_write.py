@@ -17,7 +17,7 @@ from recipes_lib.commands import sampling
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.models.generation import GenerateBackend, Generated
 from recipes_lib.models.loading import load_tokenizer
 
 KEYS = set(range(keys_task.FIRST_KEY, keys_task.FIRST_KEY + keys_task.NUM_KEYS))
@@ -112,8 +112,7 @@ def test_chat_rows_are_valid_sft_data(tiny_model_dir, tmp_path, monkeypatch) -> 
 
     def answer(backend: Any, policy: Any, batch: Any, uniforms: Any) -> Any:
         prompts.extend(tokenizer.batch_decode(batch))
-        ids = torch.tensor([reply_ids] * len(batch))
-        return type("Generated", (), {"response_ids": ids})
+        return Generated(torch.tensor([reply_ids] * len(batch)), torch.zeros(len(batch), len(reply_ids)))
 
     monkeypatch.setattr(GenerateBackend, "generate", answer)
     flags = [
@@ -145,7 +144,7 @@ def test_empty_and_invalid_answers_are_dropped_and_counted(tiny_model_dir, tmp_p
     def answer(backend: Any, policy: Any, batch: Any, uniforms: Any) -> Any:
         ids = [tokenizer(text).input_ids for text in answers]
         assert len(batch) == len({len(row) for row in ids}) * 3 == 3
-        return type("Generated", (), {"response_ids": torch.tensor(ids)})
+        return Generated(torch.tensor(ids), torch.zeros(len(ids), len(ids[0])))
 
     monkeypatch.setattr(GenerateBackend, "generate", answer)
     sampling.main_answers([

@@ -22,7 +22,7 @@ from recipes_lib.distillation.layer_features import (
     PROJECTIONS,
     PROJECTIONS_FILE,
     LayerDistillation,
-    find_target_positions,
+    TargetPositions,
 )
 from recipes_lib.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_model_whose_states_are_not_those_of_its_layers_is_refused(tiny_model_di
 def test_target_positions_are_counted_by_document() -> None:
     labels = torch.tensor([[-100, 5, -100, -100, 7, 0], [-100, -100, 3, -100, -100, -100]])
     position_ids = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]])
-    places = find_target_positions(labels, position_ids)
+    places = TargetPositions(labels, position_ids)
     assert places.lengths == [1, 2, 1]
     assert places.take(torch.arange(12).view(2, 6)).tolist() == [0, 3, 4, 7]
 

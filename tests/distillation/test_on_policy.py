@@ -22,8 +22,9 @@ from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation.on_policy import ANSWERED, OnPolicyAnswers, read_questions
 from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.losses.distillation import compute_divergence
-from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.stopping import STOP
+from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}
@@ -48,10 +49,12 @@ def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_answers(**options: Any) -> OnPolicyAnswers:
     defaults: dict[str, Any] = {
-        "lmbda": 1.0, "seed": 5, "response_length": 6, "temperature": 1.0, "num_tokens": 512, "max_length": 512,
-        "batch_size": 3, "precision": contextlib.nullcontext, "collate": PackedCollator(pad_token_id=1),
+        "lmbda": 1.0, "seed": 5, "max_length": 512, "batch_size": 3, "precision": contextlib.nullcontext,
+        "collate": PackedCollator(pad_token_id=1),
     }  # fmt: skip
-    return OnPolicyAnswers(**defaults | options)
+    names = {"response_length": 6, "temperature": 1.0, "num_tokens": 512}
+    given = {name: options.pop(name, default) for name, default in names.items()}
+    return OnPolicyAnswers(**defaults | options, sampling=Sampling((), 0, beat=raise_if_stop_pending, **given))
 
 
 def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:

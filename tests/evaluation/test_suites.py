@@ -190,7 +190,7 @@ def test_unknown_task_suggests_nearest(tasks: Path) -> None:
     with pytest.raises(ConfigError, match="there is no task 'local_choise'") as caught:
         load_tasks(build(tasks, "local_choise", "humaneval_sandboxd", "zzzz"))
     remedies = [problem.remedy for problem in caught.value.problems]
-    assert remedies[0].startswith("did you mean local_choice")
+    assert remedies[0].startswith("did you mean `local_choice`")
     assert "humaneval_sandboxed" in remedies[1]
     assert remedies[2].startswith("the suites are core, ")
 

@@ -16,7 +16,7 @@ def logs(*probabilities: float) -> Tensor:
 
 
 def value(teacher: Tensor, student: Tensor, beta: float) -> float:
-    return compute_divergence(teacher, student, beta).values.item()
+    return compute_divergence(teacher, student, beta)[0].item()
 
 
 def dense_divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:

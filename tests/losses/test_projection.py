@@ -24,8 +24,8 @@ from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_l
 from recipes_lib.losses.projection import (
     CHUNK_BYTES,
     MIN_CHUNK_TOKENS,
+    Projection,
     ProjectionGradients,
-    build_projection,
     find_chunk_bytes,
 )
 
@@ -95,7 +95,7 @@ def test_projection_allocates_at_most_one_chunk_of_logits(
 
 def test_chunks_share_one_buffer() -> None:
     hidden, weight, *_ = make_inputs(torch.bfloat16)
-    projection = build_projection(hidden, weight, chunk_size=8)
+    projection = Projection(hidden, weight, chunk_size=8)
     chunks = list(projection.iterate(hidden, weight, None))
     assert [len(chunk.logits) for chunk in chunks] == [8, 8, 7]
     assert len({chunk.logits.data_ptr() for chunk in chunks}) == len({chunk.narrow.data_ptr() for chunk in chunks}) == 1
@@ -110,7 +110,7 @@ def test_logits_of_half_precision_on_cuda_are_not_rounded_to_it(monkeypatch: pyt
     hidden, weight, *_ = make_inputs(torch.bfloat16)
     monkeypatch.setattr(torch, "mm", multiply)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
-    chunks = build_projection(hidden, weight, chunk_size=8).iterate(hidden, weight, None)
+    chunks = Projection(hidden, weight, chunk_size=8).iterate(hidden, weight, None)
     logits = torch.cat([chunk.logits.clone() for chunk in chunks])
     torch.testing.assert_close(logits, hidden.float() @ weight.float().t())
 
@@ -118,7 +118,7 @@ def test_logits_of_half_precision_on_cuda_are_not_rounded_to_it(monkeypatch: pyt
 def test_gradients_have_dtype_of_parameters() -> None:
     hidden, weight, bias, _ = make_inputs(torch.float32)
     inputs = (hidden, weight.bfloat16(), bias.half())
-    projection = build_projection(*inputs[:2])
+    projection = Projection(*inputs[:2])
     gradients = ProjectionGradients(projection, *inputs, needed=[True] * 3).finish()
     assert [gradient.dtype for gradient in gradients] == [torch.float32, torch.bfloat16, torch.float16]
 
@@ -126,7 +126,7 @@ def test_gradients_have_dtype_of_parameters() -> None:
 @pytest.mark.parametrize(("vocabulary", "expected"), [(2**17, CHUNK_BYTES // 2**19), (2**20, MIN_CHUNK_TOKENS)])
 def test_default_chunk_size_is_bounded(vocabulary: int, expected: int) -> None:
     weight = torch.empty(vocabulary, 1)
-    assert build_projection(weight, weight).chunk_size == expected
+    assert Projection(weight, weight).chunk_size == expected
 
 
 @pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
@@ -141,7 +141,7 @@ def test_projection_dtype_is_autocast_or_narrower_operand() -> None:
     narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
 
     def dtype_for(hidden: Tensor, weight: Tensor) -> torch.dtype:
-        return build_projection(hidden, weight).dtype
+        return Projection(hidden, weight).dtype
 
     assert dtype_for(wide, wide) == torch.float32
     assert dtype_for(narrow, wide) == dtype_for(wide, narrow) == torch.bfloat16

@@ -28,9 +28,10 @@ from recipes_lib.models.generation import (
     join_answers,
     mask_answers,
     read_continuation,
+    sample_answers,
 )
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.rl.rollout import compute_response_logps, lay_out
+from recipes_lib.rl.rollout import Sequences, compute_response_logps
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 STOPS = [3, 4, 5, 6, 7]
@@ -64,7 +65,7 @@ def measure_gap(policy, prompts: list[list[int]], generated: Generated, temperat
     rollout = dataclasses.replace(empty, **given, **by_token)
     add_loss_head(policy.get_base_model() if hasattr(policy, "get_base_model") else policy)
     with torch.no_grad(), precision or contextlib.nullcontext():
-        logps, _ = compute_response_logps(policy, lay_out(rollout, CPU), temperature=temperature)
+        logps, _ = compute_response_logps(policy, Sequences(rollout, CPU), temperature=temperature)
     return float((generated.engine_logps * mask - logps).abs().max())
 
 
@@ -208,6 +209,30 @@ def test_progress_callback_is_called_per_token():
     calls = []
     answers = build_backend(beat=lambda: calls.append(1)).generate(build_policy("llama"), PROMPTS, draw(4))
     assert len(calls) == answers.response_ids.shape[1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, None])
+def test_answers_follow_their_seeds_in_order_of_prompts_for_any_batch_size(batch_size):
+    policy, backend, shown = build_policy("llama"), build_backend(), []
+    backend.batch_size = batch_size
+
+    def track(batches, label, count):
+        shown.append((label, count))
+        return batches
+
+    seeds = [(7, number) for number in range(4)]
+    answers = sample_answers(backend, policy, PROMPTS, seeds, build_sampling(), track)
+    assert shown == [("sampling answers", -(-4 // (batch_size or 4)))]
+    mask, finished = mask_answers(answers.response_ids, STOPS)
+    for prompt, seed, ids, logps, is_answer in zip(
+        PROMPTS, seeds, answers.response_ids, answers.engine_logps, mask, strict=True
+    ):
+        uniforms = torch.from_numpy(np.random.default_rng(seed).random((1, 9)))
+        alone = backend.generate(policy, [prompt], uniforms)
+        assert ids[is_answer].tolist() == alone.response_ids[0, : is_answer.sum()].tolist()
+        torch.testing.assert_close(logps[is_answer], alone.engine_logps[0, : is_answer.sum()])
+    assert finished.any()
+    assert len(sample_answers(backend, policy, [], [], build_sampling()).response_ids) == 0
 
 
 def test_engine_completions_are_batched_and_short_one_is_refused():

@@ -23,7 +23,6 @@ from recipes_lib.models.attention.kernels import verify_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import (
-    RandomStates,
     compute_probe_logits,
     disable_dropout,
     evaluating,
@@ -32,6 +31,7 @@ from recipes_lib.models.inference import (
     kernel_precision,
     measure_rounding,
     preserve_training_state,
+    save_random_states,
     unwrap_adapter,
 )
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary
@@ -246,9 +246,9 @@ def draw_from_every_rng() -> tuple[float, float, float]:
 
 def test_preserve_training_state_restores_rngs_and_mode_after_error() -> None:
     model = nn.Dropout().train()
-    states = RandomStates.read()
+    restore = save_random_states()
     expected = draw_from_every_rng()
-    states.restore()
+    restore()
     for error in (None, KeyError):
         with suppress(KeyError), preserve_training_state(model):
             assert not model.training
@@ -257,7 +257,7 @@ def test_preserve_training_state_restores_rngs_and_mode_after_error() -> None:
                 raise error
         assert model.training
         assert draw_from_every_rng() == expected
-        states.restore()
+        restore()
 
 
 def test_compiled_layers_are_eager_outside_of_training() -> None:
@@ -277,10 +277,10 @@ def test_compiled_layers_are_eager_outside_of_training() -> None:
 
 
 def test_random_states_can_be_restored_repeatedly() -> None:
-    states = RandomStates.read()
+    restore = save_random_states()
     draws = []
     for _ in range(3):
-        states.restore()
+        restore()
         draws.append(draw_from_every_rng())
     assert len(set(draws)) == 1
 

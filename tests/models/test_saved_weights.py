@@ -50,7 +50,7 @@ NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
         (lambda folder: rewrite(folder, lambda tensors: tensors.pop(QUERY)), f"{QUERY} is missing"),
         (overwrite(b""), "cannot be opened again"),
         (overwrite(b"not safetensors at all"), "cannot be opened again"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "cannot be opened again"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
     ],
 )
 def test_verify_weights_names_damaged_tensor(saved, damage, words):

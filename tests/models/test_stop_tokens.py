@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from recipes_lib.errors import ConfigError
@@ -60,6 +61,9 @@ def test_plain_generation_is_greedy_for_any_generation_config(tiny_model_dir):
     input_ids, attention_mask = pad_left([[5, 6, 7], [8]], 1)
     assert input_ids.tolist() == [[5, 6, 7], [1, 1, 8]]
     assert attention_mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+    # An empty prompt, as of a tokenizer without a start token, is padding alone.
+    empty_ids, _ = pad_left([[], [8]], 1)
+    assert (empty_ids.tolist(), empty_ids.dtype) == ([[1], [8]], torch.int64)
     prompts = {"input_ids": input_ids, "attention_mask": attention_mask}
     plain = model.generate(**prompts, generation_config=build_plain_generation([], 1, 4))
     assert plain.shape == (2, 7)

@@ -80,7 +80,7 @@ def test_tokens_unknown_to_student_are_removed() -> None:
     student, teacher_tokenizer = build_tokenizer(), build_tokenizer()
     teacher_tokenizer.add_tokens(["<think>"])
     vocabulary = map_vocabulary(student, teacher_tokenizer, "teacher")
-    assert list(vocabulary.teacher_ids) == list(range(512))
+    assert list(vocabulary) == list(range(512))
     with pytest.raises(ConfigError, match="the teacher has no token '<think>'\n"):
         map_vocabulary(teacher_tokenizer, student, "teacher")
     teacher_tokenizer.add_tokens(["<tool>"])

@@ -86,7 +86,7 @@ def test_critic_is_planned_with_revision_of_reward_model(build, tiny_model_dir, 
     monkeypatch.setattr(compute, "find_shape", lambda model: revisions.append(model.model_revision) or small)
     small = AutoConfig.from_pretrained(tiny_model_dir)
     keys = {"reward_model_name_or_path": "us/reward", "reward_model_revision": "b", "response_length": 8}
-    monkeypatch.setattr(memory, "find_adapter", lambda *_: None)
+    monkeypatch.setattr(memory, "find_base", lambda named: (named, None))
     plan_memory(build("ppo", **keys), small, SINGLE)
     assert revisions == ["b", "b"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig, MambaConfig
 
-from recipes_lib.losses.projection import build_projection, choose_chunk_bytes
+from recipes_lib.losses.projection import Projection, choose_chunk_bytes
 from recipes_lib.planning import memory_plan
 from recipes_lib.planning.memory_plan import CONTEXT, FORMULAS, LOGITS, PHASES, RESERVE, Layout, MemoryPlan, shorten
 
@@ -43,7 +43,7 @@ def test_logit_chunk_is_that_of_training_on_same_gpu(size, monkeypatch) -> None:
     """Chunks grow with GPU memory: 1 GiB of logits on an H100."""
     vocabulary = 128_256
     monkeypatch.setattr("recipes_lib.losses.projection.find_chunk_bytes", lambda _: choose_chunk_bytes(size))
-    chunk = build_projection(torch.ones(1, 2), torch.ones(vocabulary, 2)).chunk_size
+    chunk = Projection(torch.ones(1, 2), torch.ones(vocabulary, 2)).chunk_size
     plan = MemoryPlan(Layout("ddp"), "", {"weights": 5}, {}, 10**9, vocabulary)
     assert plan.place(size).components[LOGITS] == 6 * vocabulary * chunk
     assert (size >= 80e9) == (plan.place(size).components[LOGITS] > 1.6e9)

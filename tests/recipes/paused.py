@@ -30,7 +30,7 @@ WHERE = {
     "reference": ("recipes_lib.training.trainers.dpo_trainer", "compute_answer_logps"),
     "sampling": ("recipes_lib.models.generation:SampleByUniforms", "__call__"),
     "scoring": ("recipes_lib.rl.rewards:Rewards", "score"),
-    "reading": ("recipes_lib.rl.collect", "lay_out"),
+    "reading": ("recipes_lib.rl.collect", "Sequences"),
     "policy update": ("recipes_lib.rl.update:Updater", "_compute_policy_loss"),
     "critic update": ("recipes_lib.rl.update:Updater", "_compute_value_loss"),
     "ppo saving": ("recipes_lib.rl.trainer", "stage_state"),

@@ -19,7 +19,7 @@ from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.rewards import Rewards
-from recipes_lib.rl.rollout import compute_response_logps, lay_out
+from recipes_lib.rl.rollout import Sequences, compute_response_logps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -137,7 +137,7 @@ def test_policy_reference_and_engine_agree_before_updates(collector_and_prompts)
     assert not rollout.values.any()
     assert seconds.keys() == {"time/sync", "time/generate", "time/score", "time/old_ref_value"}
     with torch.no_grad(), collector.models.using("policy") as policy:
-        again, _ = compute_response_logps(policy, lay_out(rollout, torch.device("cpu")), temperature=1.0)
+        again, _ = compute_response_logps(policy, Sequences(rollout, torch.device("cpu")), temperature=1.0)
     torch.testing.assert_close(again, rollout.logps, rtol=0, atol=1e-5)
 
 

@@ -20,7 +20,7 @@ from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
 from recipes_lib.rl import methods
-from recipes_lib.rl.advantages import whiten
+from recipes_lib.rl.objectives import whiten
 
 BETA = 1 / math.log(4)
 ONE_TOKEN = {

@@ -16,8 +16,8 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.report.charts import draw_charts
 from recipes_lib.report.run_files import read_run
-from recipes_lib.rl.advantages import compute_group_advantages, find_flat_groups
 from recipes_lib.rl.methods import Estimate, GroupMethod
+from recipes_lib.rl.objectives import compute_group_advantages, find_flat_groups
 from recipes_lib.rl.rollout_schedule import choose_prompts
 
 

@@ -23,7 +23,7 @@ from recipes_lib.rl.monitor import (
     verify_first_minibatch,
     verify_first_rollout,
 )
-from recipes_lib.rl.policy_loss import PolicyObjective
+from recipes_lib.rl.objectives import PolicyObjective
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 

@@ -22,7 +22,7 @@ from transformers import (
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send, share
+from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, send, share
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -49,10 +49,11 @@ def test_model_input_can_be_pinned(monkeypatch):
     """Tensors for a GPU are copied from pinned memory, in which no two elements may share an address."""
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or pin_memory(tensor))
-    sequences = lay_out(build_rollout(LENGTHS), torch.device("meta"))
+    sequences = Sequences(build_rollout(LENGTHS), torch.device("meta"))
     assert len(pinned) == len(sequences.inputs) + 3
     assert {tensor.shape for tensor in sequences.inputs.values()} == {(4, 8)}
-    assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *sequences[1:4]))
+    others = (sequences.predictors, sequences.targets, sequences.places)
+    assert all(tensor.is_meta for tensor in (*sequences.inputs.values(), *others))
 
 
 def test_copies_to_mps_are_awaited(monkeypatch):
@@ -64,7 +65,7 @@ def test_copies_to_mps_are_awaited(monkeypatch):
 
 def test_token_is_predicted_and_valued_at_previous_position():
     rollout = build_rollout(LENGTHS)
-    sequences = lay_out(rollout, CPU)
+    sequences = Sequences(rollout, CPU)
 
     # A critic whose value is the position.
     def return_positions(*, last_positions, position_ids, **_):
@@ -116,7 +117,7 @@ def test_logps_and_entropy_match_unbatched_forward_pass(kind, temperature):
             entropies[row, :num_answer] = -(log_probs.exp() * log_probs).sum(1)
         add_loss_head(policy)
         logps, entropy = compute_response_logps(
-            policy, lay_out(rollout, CPU), temperature=temperature, with_entropy=True
+            policy, Sequences(rollout, CPU), temperature=temperature, with_entropy=True
         )
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy, entropies, rtol=0, atol=1e-5)
@@ -132,9 +133,9 @@ def test_values_match_unbatched_forward_pass():
     add_score_head(critic)
     rollout = build_rollout(LENGTHS)
     with torch.no_grad():
-        together = compute_response_values(critic, lay_out(rollout, CPU))
+        together = compute_response_values(critic, Sequences(rollout, CPU))
         for row, (_, num_answer) in enumerate(LENGTHS):
-            alone = compute_response_values(critic, lay_out(rollout.take([row]), CPU))
+            alone = compute_response_values(critic, Sequences(rollout.take([row]), CPU))
             torch.testing.assert_close(together[row, :num_answer], alone[0], rtol=0, atol=1e-5)
 
 

@@ -156,7 +156,7 @@ STOPS = {
     # passes are abandoned; updates are finished.
     "sampling": (sampling.GenerateBackend, "generate", 3, 4),
     "scoring": (Rewards, "score", 3, 4),
-    "log-probabilities": (collect, "lay_out", 4, 4),
+    "log-probabilities": (collect, "Sequences", 4, 4),
     "policy update": (Updater, "_compute_policy_loss", 6, 8),
     "critic update": (Updater, "_compute_value_loss", 6, 8),
     "evaluation": (samples_module, "Sample", 3, 8),

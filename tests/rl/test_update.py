@@ -18,8 +18,8 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl import update
 from recipes_lib.rl.methods import PPOMethod
-from recipes_lib.rl.policy_loss import PolicyObjective, compute_policy_loss
-from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.objectives import PolicyObjective, compute_policy_loss
+from recipes_lib.rl.rollout import Sequences, compute_response_logps, compute_response_values
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -52,9 +52,9 @@ def build(policy_dir, prompts_file, tmp_path):
             prompt.input_ids[:] = [index % keys_task.VOCABULARY for index in prompt.input_ids]
         with torch.no_grad():
             with models.using("policy") as model:
-                logps, _ = compute_response_logps(model, lay_out(rollout, CPU), temperature=1.0)
+                logps, _ = compute_response_logps(model, Sequences(rollout, CPU), temperature=1.0)
             with models.using("critic") as model:
-                values = compute_response_values(model, lay_out(rollout, CPU))
+                values = compute_response_values(model, Sequences(rollout, CPU))
         return updater, dataclasses.replace(rollout, logps=logps, engine_logps=logps, values=values)
 
     return build_updater

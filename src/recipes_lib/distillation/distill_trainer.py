@@ -9,20 +9,13 @@ from typing import Any, Final
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from recipes_lib.config.schema import DistillationConfig, LayersConfig, RecipeConfig
 from recipes_lib.data.packed.training_data import TrainingData
 from recipes_lib.distillation.layer_features import LayerDistillation
-from recipes_lib.distillation.on_policy import (
-    ANSWERED,
-    AnswerFigures,
-    Collate,
-    OnPolicyAnswers,
-    name_figures,
-    prepare_answers,
-)
+from recipes_lib.distillation.on_policy import ANSWERED, Collate, OnPolicyAnswers, prepare_answers
 from recipes_lib.distillation.teacher_store import (
     TEACHER_FIELD,
     TeacherCollator,
@@ -90,8 +83,9 @@ class DistillationTrainer(SFTTrainer):
             beta=distillation.distillation_beta,
             temperature=distillation.distillation_temperature,
         )
-        self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        self.add_figures(self.figures, *self.answer_figures.callbacks)
+        # Means over targets of texts, over targets of answers, and over answers: their sums have different divisors.
+        self.figures, self.token_figures, self.answer_figures = TermMetrics(), TermMetrics(), TermMetrics()
+        self.add_figures(self.figures, self.token_figures, self.answer_figures)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         # Stored log-probabilities are float16 (``RecordFormat``).
@@ -110,7 +104,7 @@ class DistillationTrainer(SFTTrainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], torch.Tensor | None]:
+    ) -> tuple[list[Batch], Tensor | None]:
         """Return the micro-batches of a step, of texts or of the student's own answers."""
         batches = super().get_batch_samples(epoch_iterator, num_batches, device)
         # Spike detection compares losses of one kind only: answers and texts have different levels.
@@ -137,13 +131,13 @@ class DistillationTrainer(SFTTrainer):
         model: nn.Module,
         inputs: Batch,
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the contribution of this micro-batch to the mean loss per target of the step."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         positions = inputs.pop(POSITIONS, None)
-        with self.layers.capture_features(labels, inputs["position_ids"]) as features:
+        with self.layers.capture_features(labels, inputs["position_ids"]) as compute_parts:
             if record is None:
                 # On its own answers the student trains only on the teacher's distribution.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
@@ -152,7 +146,7 @@ class DistillationTrainer(SFTTrainer):
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective, found)
             else:
                 output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective, positions)
-        parts = self.layers.compute_parts(features)
+        parts = compute_parts()
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
@@ -166,9 +160,12 @@ class DistillationTrainer(SFTTrainer):
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
         loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
-            self.figures.add(name_figures("distillation", sums, parts), sums.num_targets)
+            self.figures.add(_name_figures("distillation", sums, parts), sums.num_targets)
         else:
-            self.answer_figures.add(sums, answered, parts)
+            self.token_figures.add(_name_figures("on_policy", sums, parts), sums.num_targets)
+            num_answers, num_finished = answered
+            lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
+            self.answer_figures.add(lengths, num_answers)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, output) if return_outputs else loss
 
@@ -203,7 +200,7 @@ class DistillationTrainer(SFTTrainer):
 
     def build_stand_ins(self) -> dict[str, Any]:
         """As ``RecipeTrainer``; an uncounted pass is not the first step, and does not sample answers."""
-        figures = {"figures": TermMetrics(), "answer_figures": AnswerFigures()}
+        figures = {name: TermMetrics() for name in ("figures", "token_figures", "answer_figures")}
         return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
 
@@ -267,3 +264,15 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "l
     if kind == "labels" and teacher_nll > nll:
         line += "; the teacher predicts these texts worse than the student: check that it is the right one"
     return line
+
+
+def _name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sums of a batch by the names of their logged means, such as ``KIND/nll``."""
+    figures = {
+        **parts,
+        "nll": sums.nll_sum,
+        "divergence": sums.divergence_sum,
+        "teacher_nll": sums.teacher_nll_sum,
+        "agreement": sums.num_agreed.float(),
+    }
+    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,6 @@ PROJECTIONS: Final = "feature_projections"
 PROJECTIONS_FILE: Final = "feature_projections.pt"
 
 
-@dataclass(frozen=True, slots=True)
 class TargetPositions:
     """Positions of a batch whose hidden states predict a target.
 
@@ -39,8 +39,18 @@ class TargetPositions:
         lengths: Number of those positions in each document that has any, in order.
     """
 
-    is_target: Tensor
-    lengths: list[int]
+    def __init__(self, labels: Tensor, position_ids: Tensor) -> None:
+        """Find the positions.
+
+        Args:
+            labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
+            position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
+        """
+        self.is_target = labels[:, 1:] >= 0
+        # The cumulative count of zeros in position_ids numbers the documents of the whole batch: (B, L), then (N,).
+        documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][self.is_target]
+        _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        self.lengths: list[int] = counts.tolist()
 
     def take(self, states: Tensor) -> Tensor:
         """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
@@ -50,35 +60,6 @@ class TargetPositions:
     def take_attention(self, attentions: Tensor) -> Tensor:
         """Return the attention of these positions averaged over heads, ``(N, L)``, from ``(B, H, L, L)``."""
         return self.take(attentions.float().mean(dim=1))
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Collected features of a batch.
-
-    Attributes:
-        positions: Compared positions.
-        student: Features of the student at all positions.
-        teacher: Features of the teacher at the compared positions.
-    """
-
-    positions: TargetPositions
-    student: LayerFeatures
-    teacher: LayerFeatures
-
-
-def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositions:
-    """Return the target positions of a batch.
-
-    Args:
-        labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
-        position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
-    """
-    is_target = labels[:, 1:] >= 0
-    # The cumulative count of zeros in position_ids numbers the documents of the whole batch: (B, L), then (N,).
-    documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
-    _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-    return TargetPositions(is_target, counts.tolist())
 
 
 class LayerDistillation:
@@ -126,17 +107,21 @@ class LayerDistillation:
         return any(getattr(self.config, key) for key in WEIGHTS)
 
     @contextmanager
-    def capture_features(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
+    def capture_features(self, labels: Tensor, position_ids: Tensor) -> Iterator[Callable[[], dict[str, Tensor]]]:
         """Collect the outputs of the compared layers during one forward pass of student and teacher.
 
         Args:
             labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
             position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
+
+        Yields:
+            Function that returns the sum of each layer loss over the targets, a differentiable scalar, by name, after
+            both forward passes.
         """
         if not self.is_used:
-            yield None
+            yield dict
             return
-        positions = find_target_positions(labels, position_ids)
+        positions = TargetPositions(labels, position_ids)
         states = sorted({*self._features, *self._relations})
         attentions = self._relations if self.config.attention_weight else ()
         with (
@@ -151,18 +136,13 @@ class LayerDistillation:
                 read_attentions=positions.take_attention,
             ) as teacher,
         ):
-            yield Comparison(positions, student, teacher)
+            yield partial(self._compute_parts, positions, student, teacher)
 
-    def compute_parts(self, features: Comparison | None) -> dict[str, Tensor]:
-        """Return the sum of each layer loss over the targets, a differentiable scalar, by name.
-
-        Args:
-            features: Result of ``capture_features``, after both forward passes; ``None`` gives no losses.
-        """
+    def _compute_parts(
+        self, positions: TargetPositions, student: LayerFeatures, teacher: LayerFeatures
+    ) -> dict[str, Tensor]:
+        """Return the layer losses by features of the student at all positions, and of the teacher at compared ones."""
         config, parts = self.config, dict[str, Tensor]()
-        if features is None:
-            return parts
-        positions, student, teacher = features.positions, features.student, features.teacher
         for number in self._features:
             pair = positions.take(student.states[number]), teacher.states[self._teacher_layers[number]]
             # Unsharded at this point under FSDP2 too: with accelerate 1.15, parameters outside of the layers belong to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -13,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accelerate.utils import send_to_device
-from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.distillation import DistillationSums
-from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
+from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids, sample_answers
 from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.inference import evaluating
 from recipes_lib.models.loading import load_model_config
@@ -28,7 +28,6 @@ from recipes_lib.stopping import StopPendingError
 from recipes_lib.training.guards.preemption import raise_if_stop_pending
 from recipes_lib.training.guards.step_facts import ROW_IDS
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import build_autocast
 
 ANSWERED: Final = "answers"
@@ -84,9 +83,7 @@ class OnPolicyAnswers:
         lmbda: Fraction of on-policy steps, in ``[0, 1]``.
         seed: Seed of the answers. An answer depends on the seed, the step and its document only, not on the batch, the
             number of processes or interruptions of the run.
-        response_length: Maximum length of an answer in tokens.
-        temperature: Divisor of the logits in sampling.
-        num_tokens: Vocabulary size shared by student and teacher; larger token ids are not sampled.
+        sampling: Length, temperature and vocabulary of the answers; stop tokens are those of the student.
         max_length: Maximum length of prompt and answer together for both models; infinite without a limit.
         batch_size: Prompts per generation batch.
         precision: Factory of the autocast context of generation.
@@ -95,9 +92,7 @@ class OnPolicyAnswers:
 
     lmbda: float
     seed: int
-    response_length: int
-    temperature: float
-    num_tokens: int
+    sampling: Sampling
     max_length: float
     batch_size: int
     precision: Callable[[], Any]
@@ -132,7 +127,7 @@ class OnPolicyAnswers:
         """
         # Tokens are read and rows are built on the host; the trainer moves the result to the device again.
         batch = send_to_device(batch, "cpu")
-        room = self.max_length - self.response_length
+        room = self.max_length - self.sampling.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
             with WATCHDOG.during("sampling answers"):
@@ -157,25 +152,15 @@ class OnPolicyAnswers:
             StopPendingError: A stop request is pending.
         """
         stop_ids = read_stop_ids(student.generation_config)
-        sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, raise_if_stop_pending, self.num_tokens)
+        sampling = dataclasses.replace(self.sampling, stop_ids=stop_ids)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
-        # Sorted by length to reduce padding; an answer does not depend on its batch.
-        order = sorted(range(len(questions)), key=lambda at: len(questions[at].prompt))
-        answers: dict[int, Ids] = {}
-        num_finished = 0
+        prompts = [question.prompt.tolist() for question in questions]
+        seeds = [(self.seed, step, question.number) for question in questions]
         with evaluating(student):
-            for start in range(0, len(order), self.batch_size):
-                chunk = order[start : start + self.batch_size]
-                asked = [questions[at] for at in chunk]
-                # One uniform number per token, (B, response_length): the randomness is independent of the batch.
-                streams = [np.random.default_rng([self.seed, step, question.number]) for question in asked]
-                uniforms = torch.from_numpy(np.stack([stream.random(self.response_length) for stream in streams]))
-                generated = backend.generate(student, [question.prompt.tolist() for question in asked], uniforms)
-                masks, finished = mask_answers(generated.response_ids, stop_ids)
-                num_finished += int(finished.sum())
-                parts = (ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True))
-                answers.update(zip(chunk, parts, strict=True))
-        return [answers[at] for at in range(len(questions))], num_finished
+            generated = sample_answers(backend, student, prompts, seeds, sampling)
+        masks, finished = mask_answers(generated.response_ids, stop_ids)
+        answers = [ids[mask].numpy() for ids, mask in zip(generated.response_ids, masks, strict=True)]
+        return answers, int(finished.sum())
 
 
 def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
@@ -189,45 +174,6 @@ def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
         "loss_mask": np.concatenate([empty.astype(np.bool_), *masks]),
         "seq_lengths": np.array([len(document) for document in documents], np.int64),
     }
-
-
-def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sums of a batch by the names of their logged means, such as ``KIND/nll``."""
-    figures = {
-        **parts,
-        "nll": sums.nll_sum,
-        "divergence": sums.divergence_sum,
-        "teacher_nll": sums.teacher_nll_sum,
-        "agreement": sums.num_agreed.float(),
-    }
-    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}
-
-
-class AnswerFigures:
-    """Metrics of on-policy steps, separate from those of steps on texts."""
-
-    def __init__(self) -> None:
-        """Initialise empty sums."""
-        self._of_tokens, self._of_answers = TermMetrics(), TermMetrics()
-
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        """Callbacks that add the metrics to a log record."""
-        return [self._of_tokens, self._of_answers]
-
-    def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch of this process.
-
-        Args:
-            sums: Loss sums of the batch.
-            answered: Value of ``ANSWERED``, ``int64 (2,)``.
-            parts: Sums of the layer losses by name.
-        """
-        self._of_tokens.add(name_figures("on_policy", sums, parts), sums.num_targets)
-        # Means over answers rather than tokens: their sums have another divisor.
-        num_answers, num_finished = answered
-        lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
-        self._of_answers.add(lengths, num_answers)
 
 
 def find_positions(config: RecipeConfig, teacher_config: PreTrainedConfig) -> float:
@@ -264,15 +210,14 @@ def prepare_answers(
     Raises:
         ConfigError: As ``find_positions``.
     """
-    keys = config.distillation
+    keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
-        response_length=config.rewards.response_length,
-        temperature=keys.sampling_temperature,
-        num_tokens=len(vocabulary.teacher_ids),
+        # Larger ids than those of the student's tokens are not sampled.
+        sampling=Sampling((), 0, length, keys.sampling_temperature, raise_if_stop_pending, len(vocabulary)),
         max_length=find_positions(config, teacher_config),
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),

@@ -204,13 +204,13 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
     """
     distillation = config.distillation
     assert distillation.teacher_top_k is not None
-    num_tokens = len(vocabulary.teacher_ids)
+    num_tokens = len(vocabulary)
     k = min(distillation.teacher_top_k, num_tokens)
     inputs = {
         "format": FORMAT,
         "teacher": identify_teacher(config),
         "dtype": distillation.teacher_dtype,
-        "vocabulary": hashlib.sha256(np.asarray(vocabulary.teacher_ids, np.int64).tobytes()).hexdigest(),
+        "vocabulary": hashlib.sha256(np.asarray(vocabulary, np.int64).tobytes()).hexdigest(),
         "rows": rows["key"],
         "k": k,
         "temperature": distillation.distillation_temperature,

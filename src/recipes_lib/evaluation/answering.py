@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +17,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Chat, Reply
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import load_adapter
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.generation import (
     GenerateBackend,
@@ -27,8 +26,10 @@ from recipes_lib.models.generation import (
     mask_answers,
     read_continuation,
     read_stop_ids,
+    sample_answers,
 )
 from recipes_lib.models.heads.scoring import encode_answers, read_positions
+from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import find_commit, load_causal_lm, load_model_config, load_tokenizer
 
 GREEDY: Final = 1e-5
@@ -103,26 +104,15 @@ class LocalModel:
             prompts: Token ids of each prompt.
             numbers: Number of each answer; with ``seed``, it determines the answer.
         """
-        answers = []
-        for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            answers += self._write_batch(prompts[part], numbers[part])
-        return answers
-
-    def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Reply]:
-        length = self.sampling.response_length
-        # One random generator per answer, so that an answer does not depend on the rest of its batch.
-        uniforms = np.stack([np.random.default_rng([self.seed, number]).random(length) for number in numbers])
-        output = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
+        seeds = [(self.seed, number) for number in numbers]
+        output = sample_answers(self.generator, self.policy, prompts, seeds, self.sampling)
         # masks: True up to and including the stop token, (B, T); ended: whether there is one, (B,)
         masks, ended = mask_answers(output.response_ids, self.sampling.stop_ids)
-        rows = zip(prompts, output.response_ids, masks, ended.tolist(), strict=True)
-        return [
-            Reply(
-                read_continuation(self.tokenizer, prompt, ids[mask].tolist()), has_ended, len(prompt), int(mask.sum())
-            )
-            for prompt, ids, mask, has_ended in rows
-        ]
+        replies = []
+        for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True):
+            text = read_continuation(self.tokenizer, prompt, ids[mask].tolist())
+            replies.append(Reply(text, has_ended, len(prompt), int(mask.sum())))
+        return replies
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
@@ -173,9 +163,8 @@ def load_local_model(
         ConfigError: The model cannot be loaded, or is an adapter and ``start`` is given.
         DataError: The model's logits are NaN.
     """
-    adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
-    # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
-    base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
+    # Weights come from the base that an adapter names; the tokenizer is the one saved with the adapter.
+    base, adapter = find_base(named)
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, generation = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
@@ -192,7 +181,10 @@ def load_local_model(
         if adapter is not None:
             model = load_adapter(model, str(adapter))
         model = model.to(device).eval()
-        _verify_logits(model, settings.get_text_config().vocab_size)
+        # Sampling from NaN logits would silently select some token.
+        if compute_probe_logits(model).isnan().any():
+            found, remedy = "its logits are not finite", "name an earlier checkpoint, or another `dtype`"
+            raise DataError(Problem("model_name_or_path", found, remedy))
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "this engine does not support adapters", remedy))
@@ -205,19 +197,6 @@ def load_local_model(
         positions = min(positions, MAX_ENGINE_LENGTH)
         generator = start(sampling, int(positions))
     return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, positions, identity)
-
-
-@torch.no_grad()
-def _verify_logits(model: Any, vocab_size: int) -> None:
-    """Verify the logits of a sequence of eight tokens: sampling from NaN logits would silently select some token.
-
-    Raises:
-        DataError: A logit is NaN.
-    """
-    logits = model(input_ids=torch.arange(1, 9, device=model.device)[None] % vocab_size).logits
-    if logits.isnan().any():
-        found, remedy = "its logits are not finite", "name an earlier checkpoint, or another `dtype`"
-        raise DataError(Problem("model_name_or_path", found, remedy))
 
 
 def identify_weights(*places: ModelConfig) -> list[Any]:

@@ -108,11 +108,9 @@ class Answerer(Protocol):
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
         """Answer each chat once, in order; a chat and its number determine the answer of a reproducible engine."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that determine the answers besides the chats, as JSON values."""
-        ...
 
 
 @dataclass
@@ -268,15 +266,12 @@ def _wait_for(threads: Sequence[threading.Thread]) -> None:
 _REMEDY: Final = "check the address, and that it serves this model; `request` sets additional fields of a request"
 
 
-@dataclass
 class _Connection:
     """Connection of one call of ``Endpoint.answer``, shared by its threads."""
 
-    endpoint: Endpoint
-    is_stopped: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._url, self._key = self.endpoint.url, read_key()
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint, self.is_stopped = endpoint, threading.Event()
+        self._url, self._key = endpoint.url, read_key()
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
     def ask(self, chat: Chat, number: int) -> Reply:

@@ -14,9 +14,10 @@ import warnings
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -272,7 +273,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
     def _create_model(self, *args: Any, **options: Any) -> None:
         # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
-        auto_class, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _CompleteModel(self.AUTO_MODEL_CLASS)
+        auto_class = self.AUTO_MODEL_CLASS
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=partial(_load_complete, auto_class))
         adapter = options.get("peft")
         try:
             with suppress_peft_warnings():
@@ -315,25 +317,19 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         return tokens
 
 
-@dataclass(frozen=True)
-class _CompleteModel:
-    """Auto class of transformers that refuses checkpoints that lack weights of the model."""
+def _load_complete(auto_class: Any, name: str, **options: Any) -> Any:
+    """Load a model by an auto class of transformers.
 
-    auto_class: Any
-
-    def from_pretrained(self, name: str, **options: Any) -> Any:
-        """Load a model.
-
-        Raises:
-            ConfigError: The checkpoint lacks weights.
-        """
-        with without_report():
-            model, info = self.auto_class.from_pretrained(name, **options, output_loading_info=True)
-        if missing := sorted(info["missing_keys"]):
-            found = f"the checkpoint of {name} lacks {len(missing)} weights, such as {missing[0]}"
-            remedy = f"name a complete {type(model).__name__} checkpoint"
-            raise ConfigError(Problem("model_name_or_path", found, remedy))
-        return model
+    Raises:
+        ConfigError: The checkpoint lacks weights of the model.
+    """
+    with without_report():
+        model, info = auto_class.from_pretrained(name, **options, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        found = f"the checkpoint of {name} lacks {len(missing)} weights, such as {missing[0]}"
+        remedy = f"name a complete {type(model).__name__} checkpoint"
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
+    return model
 
 
 def _build_logits_error() -> DataError:

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +34,7 @@ from recipes_lib.files import (
     try_lock,
     verify_fields,
 )
-from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_base
 from recipes_lib.models.loading import load_model_config, verify_folder
 
 RECORD: Final = "eval.json"
@@ -199,24 +198,22 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
     name, revision = config.model_name_or_path, config.model_revision
     if config.base_url is not None:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
-    adapter = find_adapter(name, revision)
+    named = ModelConfig(model_name_or_path=name, model_revision=revision, trust_remote_code=config.trust_remote_code)
+    base, adapter = find_base(named)
     if adapter is None:  # Beside an adapter, a `config.json` is that of its base, as axolotl writes it.
         verify_folder(name)
     # PEFT would search the Hub for missing weights.
-    if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():
+    elif not (adapter / ADAPTER_WEIGHTS).is_file():
         remedy = "name a complete adapter; convert pickled weights, which can run code, only if you trust them"
         raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
-    named = ModelConfig(model_name_or_path=name, model_revision=revision, trust_remote_code=config.trust_remote_code)
-    if adapter is not None:
-        named = replace(named, **read_base(adapter)._asdict())
-    settings, _ = load_model_config(named)
+    settings, _ = load_model_config(base)
     if wrong := [kind for kind in settings.architectures or [] if "Classification" in kind or "RewardModel" in kind]:
         found = f"{name} is a {wrong[0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
     described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or Path(name), settings)}
     if adapter is not None:
-        described |= {"base": named.model_name_or_path, "base_revision": named.model_revision}
-        described["base_fingerprint"] = _fingerprint(Path(str(named.model_name_or_path)), settings)
+        described |= {"base": base.model_name_or_path, "base_revision": base.model_revision}
+        described["base_fingerprint"] = _fingerprint(Path(str(base.model_name_or_path)), settings)
     return described | _describe_tokenizer(config)
 
 

@@ -318,7 +318,7 @@ def split_place(place: str) -> tuple[str, str] | None:
     return url, name
 
 
-def load_reward_judge(name: str, *, device: str, revision: str | None = None) -> RewardJudge:
+def load_reward_judge(name: str, *, device: str) -> RewardJudge:
     """Load a reward model as judge.
 
     Raises:
@@ -327,8 +327,8 @@ def load_reward_judge(name: str, *, device: str, revision: str | None = None) ->
     from recipes_lib.evaluation.answering import identify_weights
     from recipes_lib.models.heads.scoring import RewardModel, find_saved
 
-    weights = identify_weights(*find_saved(name, revision)[:2])
-    return RewardJudge(RewardModel.load(name, revision=revision, device=device), {"model": name, "weights": weights})
+    weights = identify_weights(*find_saved(name, None)[:2])
+    return RewardJudge(RewardModel.load(name, device=device), {"model": name, "weights": weights})
 
 
 def judge_grade(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import sys
@@ -17,7 +16,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.environment import go_offline_unless_reachable
-from recipes_lib.errors import ConfigError, Problem, list_first
+from recipes_lib.errors import ConfigError, Problem, list_first, suggest
 
 OWN_TASKS: Final = Path(__file__).with_name("tasks")
 SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
@@ -209,8 +208,7 @@ def _expand(config: EvalConfig) -> dict[str, int | None]:
 
 
 def _describe_unknown(name: str, known: Collection[str]) -> Problem:
-    near = difflib.get_close_matches(name, [*SUITES, *sorted(known)], n=3)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"the suites are {', '.join(SUITES)}"
+    remedy = suggest(name, [*SUITES, *sorted(known)], f"the suites are {', '.join(SUITES)}")
     return Problem("tasks", f"there is no task {name!r}", remedy)
 
 

@@ -123,7 +123,7 @@ class DistillationInspection(SFTInspection):
         sizes = [config.get_text_config().vocab_size for config in (self.model_config, teacher)]
         how = "by the same ids" if vocabulary.is_identity else "by ids of its own, which are mapped"
         report(
-            f"teacher: {teacher.model_type}, knows the student's {len(vocabulary.teacher_ids):,} tokens {how}; "
+            f"teacher: {teacher.model_type}, knows the student's {len(vocabulary):,} tokens {how}; "
             f"rows of the embeddings: student {sizes[0]:,}, teacher {sizes[1]:,}"
         )
         self.check_weights(report, "teacher_model_name_or_path", choose_teacher(self.config))

@@ -6,19 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Unpack
+from typing import Final, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from recipes_lib.losses.projection import (
     TEACHER_PART,
+    Chunk,
+    ChunkedSum,
     LogitTransform,
     Projection,
-    ProjectionGradients,
-    build_projection,
 )
 
 MIN_LOG_TAIL = -80.0
@@ -123,99 +122,63 @@ def compute_distillation(
     Source: Hinton et al. 2015 (arXiv 1503.02531); ``tests/losses/test_distillation.py``.
     """
     part = TEACHER_PART if isinstance(supervision.teacher, TeacherHead) else 1
-    projection = build_projection(hidden, weight, part=part, **transform)
+    projection = Projection(hidden, weight, part=part, **transform)
+    alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
+    # Before autocast is disabled, which determines the dtype of the teacher's products too.
+    supervisions = _iterate_supervision(supervision, projection)
+
+    def compute(chunks: Iterator[Chunk], learn: Callable[[Chunk], None] | None) -> tuple[Tensor, ...]:
+        nll_sum, divergence_sum, teacher_nll_sum = (hidden.new_zeros((), dtype=projection.wide) for _ in range(3))
+        num_correct, num_agreed = (supervision.targets.new_zeros(()) for _ in range(2))
+        for chunk, compare in zip(chunks, supervisions, strict=True):
+            logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
+            prediction = logits.argmax(dim=-1, keepdim=True)
+            num_correct += (prediction == targets).sum()
+            log_totals = logits.logsumexp(dim=-1, keepdim=True)
+            nll_sum += (log_totals - logits.gather(1, targets)).sum()
+            divergences, gradient, teacher_prediction, teacher_nll = compare(logits, targets)
+            divergence_sum += divergences.sum()
+            teacher_nll_sum += teacher_nll
+            num_agreed += (prediction == teacher_prediction).sum()
+            if learn is not None:
+                # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
+                logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
+                # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence covers the
+                # first C columns only.
+                logits[:, : gradient.shape[1]].add_(gradient, alpha=(1 - alpha) * temperature)
+                learn(chunk)
+        loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
+        num_targets = supervision.targets.new_full((), len(supervision.targets))
+        return loss_sum, nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
+
     return DistillationSums(
-        *_ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, transform.get("bias"), supervision, projection, torch.is_grad_enabled()
+        *ChunkedSum.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, transform.get("bias"), projection, torch.is_grad_enabled(), compute, None
         )
     )
 
 
-class _ChunkedDistillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        supervision: DistillationTargets,
-        projection: Projection,
-        is_grad_enabled: bool,
-    ) -> tuple[Tensor, ...]:
-        # Structure and buffers as in ``_ChunkedCrossEntropy``, whose comments apply here too.
-        needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
-        alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
-        nll_sum, divergence_sum, teacher_nll_sum = (hidden.new_zeros((), dtype=projection.wide) for _ in range(3))
-        num_correct, num_agreed = (supervision.targets.new_zeros(()) for _ in range(2))
-        matrix = weight.to(projection.dtype)
-        supervisions = _iterate_supervision(supervision, projection)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, compare in zip(projection.iterate(hidden, matrix, bias), supervisions, strict=True):
-                logits, targets = chunk.logits, supervision.targets[chunk.rows, None]
-                prediction = logits.argmax(dim=-1, keepdim=True)
-                num_correct += (prediction == targets).sum()
-                log_totals = logits.logsumexp(dim=-1, keepdim=True)
-                nll_sum += (log_totals - logits.gather(1, targets)).sum()
-                compared = compare(logits, targets)
-                divergence_sum += compared.divergences.sum()
-                teacher_nll_sum += compared.nll_sum
-                num_agreed += (prediction == compared.prediction).sum()
-                if any(needed):
-                    # The buffer of the logits becomes the gradient of alpha * CE: alpha * (softmax - one-hot).
-                    logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
-                    # The factor T^2 of the divergence times 1 / T, the derivative of logits / T. The divergence
-                    # covers the first C columns only.
-                    shared = logits[:, : compared.gradient.shape[1]]
-                    shared.add_(compared.gradient, alpha=(1 - alpha) * temperature)
-                    gradients.add(chunk, matrix)
-        ctx.save_for_backward(*gradients.finish())
-        loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
-        num_targets = supervision.targets.new_full((), len(supervision.targets))
-        figures = nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
-        ctx.mark_non_differentiable(*figures)
-        return loss_sum, *figures
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        # In place, as in ``_ChunkedCrossEntropy``: a second backward pass raises.
-        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
-        return (*scaled, None, None, None)
-
-
-class _ChunkDivergence(NamedTuple):
-    """Divergence from the teacher at the ``n`` positions of a chunk, with its gradient.
-
-    Attributes:
-        divergences: Divergence at each position, ``(n,)``.
-        gradient: Gradient with respect to the student's logits divided by the temperature, ``(n, C)``.
-        prediction: Arg-max of the teacher, ``int64 (n, 1)``.
-        nll_sum: Negative log-likelihood of the targets under the teacher; scalar.
-    """
-
-    divergences: Tensor
-    gradient: Tensor
-    prediction: Tensor
-    nll_sum: Tensor
+_Compared = tuple[Tensor, Tensor, Tensor, Tensor]
+"""At the ``n`` positions of a chunk: divergence from the teacher, ``(n,)``; its gradient with respect to the student's
+logits divided by the temperature, ``(n, C)``; arg-max of the teacher, ``int64 (n, 1)``; and the negative log-likelihood
+of the targets under the teacher, a scalar."""
 
 
 def _iterate_supervision(
     supervision: DistillationTargets, projection: Projection
-) -> Iterator[Callable[[Tensor, Tensor], _ChunkDivergence]]:
+) -> Iterator[Callable[[Tensor, Tensor], _Compared]]:
     """Return an iterator of one function per chunk, from the student's logits and the targets to the divergence."""
     teacher, objective, size = supervision.teacher, supervision.objective, projection.chunk_size
     if isinstance(teacher, TopLogps):
         starts = range(0, len(supervision.targets), size)
         return (partial(_compute_top, teacher.take(slice(start, start + size)), objective) for start in starts)
-    # Called before the caller disables autocast, which determines the dtype of the teacher's products too.
     transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
-    head = build_projection(teacher.hidden, teacher.weight, **transform)
+    head = Projection(teacher.hidden, teacher.weight, **transform)
     chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.bias)
     return (partial(_compute_full, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
 
-def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
+def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _Compared:
     prediction = teacher_logits.argmax(dim=-1, keepdim=True)
     nll_sum = (teacher_logits.logsumexp(dim=-1, keepdim=True) - teacher_logits.gather(1, targets)).sum()
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
@@ -223,28 +186,16 @@ def _compute_full(teacher_logits: Tensor, objective: Objective, logits: Tensor, 
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
     # Backward of log-softmax: d / d logit_i = slope_i - softmax_i * sum_j slope_j.
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
-    return _ChunkDivergence(divergences, gradient, prediction, nll_sum)
+    return divergences, gradient, prediction, nll_sum
 
 
-def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
+def _compute_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _Compared:
     scaled = logits[:, : teacher.num_tokens] / objective.temperature
     divergences, gradient = compute_top_divergence(scaled, teacher, objective.beta)
-    return _ChunkDivergence(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
+    return divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum()
 
 
-class Divergence(NamedTuple):
-    """Divergences of ``n`` pairs of distributions over ``B`` outcomes.
-
-    Attributes:
-        values: In nats, ``(n,)``.
-        slopes: Derivative of each value with respect to the student's log-probabilities, ``(n, B)``.
-    """
-
-    values: Tensor
-    slopes: Tensor
-
-
-def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float) -> Divergence:
+def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Generalised Jensen-Shannon divergence between ``p = exp(teacher_logps)`` and ``q = exp(student_logps)``.
 
     With ``m = beta * p + (1 - beta) * q`` it is ``beta * KL(p || m) + (1 - beta) * KL(q || m)``, divided by
@@ -257,6 +208,10 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
         student_logps: Log-probabilities of the student in nats, ``(n, B)``; finite.
         beta: Interpolation between forward and reverse KL, in ``[0, 1]``.
 
+    Returns:
+        Divergence of each pair in nats, ``(n,)``, and its derivative with respect to the student's log-probabilities,
+        ``(n, B)``.
+
     Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, except for the divisor;
         ``tests/losses/test_divergence.py``.
     """
@@ -265,11 +220,11 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     if beta == 0:
         # Forward KL: sum p (log p - log q); its derivative with respect to log q is -p.
         negative = -teacher_logps.exp()
-        return Divergence((negative * gap).sum(dim=-1), negative)
+        return (negative * gap).sum(dim=-1), negative
     student = student_logps.exp()
     if beta == 1:
         # Reverse KL: sum q (log q - log p). The term q * 1 of its derivative is omitted: log-softmax maps it to 0.
-        return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
+        return (student * gap).sum(dim=-1), student.mul_(gap)
     # log(q / m) and log(p / m), which vanish with beta and 1 - beta, from log(q / p): differences to log m would be
     # rounding error, divided by beta.
     odds = math.log(beta) - math.log1p(-beta)
@@ -277,7 +232,7 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     to_teacher = functional.softplus(gap - odds).add_(math.log(beta)).neg_()
     values = (student * to_student).sum(dim=-1) / beta + (teacher_logps.exp() * to_teacher).sum(dim=-1) / (1 - beta)
     # q log(q / m) / beta: the other terms of the derivative cancel, since beta p + (1 - beta) q = m.
-    return Divergence(values, student.mul_(to_student).div_(beta))
+    return values, student.mul_(to_student).div_(beta)
 
 
 class TopLogps(NamedTuple):
@@ -325,7 +280,7 @@ def compute_top_logps(
 
     Source: ``tests/losses/test_top_k.py``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     ids = targets.new_empty((len(targets), k))
     logps = hidden.new_empty((len(targets), k), dtype=projection.wide)
     log_tails, target_logps = (logps.new_empty(len(targets)) for _ in range(2))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from recipes_lib.losses.projection import (
+    Chunk,
+    ChunkedSum,
     LogitTransform,
     Projection,
     ProjectionGradients,
     VocabularyShard,
-    build_projection,
 )
 
 
@@ -76,72 +77,40 @@ def compute_cross_entropy(
     if len(positions) < len(chosen_targets):
         # (N, D) and (N,). ``index_select``: its backward is ``index_add``, that of ``hidden[positions]`` sorts first.
         chosen, chosen_targets = (part.index_select(0, positions) for part in (chosen, chosen_targets))
-    projection = build_projection(hidden, weight, **transform)
-    nll_sum, num_correct = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        chosen, weight, transform.get("bias"), chosen_targets, projection, shard, torch.is_grad_enabled()
-    )
-    return TokenSums(nll_sum, torch.full_like(num_correct, len(positions)), num_correct)
+    projection = Projection(hidden, weight, **transform)
 
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        projection: Projection,
-        shard: VocabularyShard | None,
-        is_grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor]:
-        # The caller passes the grad mode: it is always off in here, and ``needs_input_grad`` does not reflect it.
-        needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
-        gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
-        nll_sum = hidden.new_zeros((), dtype=projection.wide)
-        num_correct = targets.new_zeros(())
-        matrix = weight.to(projection.dtype)
-        # ``build_projection`` has chosen the dtype of the products; autocast would cast the float32 operations too.
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in projection.iterate(hidden, matrix, bias):
-                # (n, V) and (n, 1)
-                logits, chunk_targets = chunk.logits, targets[chunk.rows, None]
-                # Log-sum-exp with the maximum subtracted: no exponential overflows, and their sum is at least 1. The
-                # arg-max is also the prediction, for the accuracy.
-                top, best = logits.max(dim=-1, keepdim=True)
-                if shard is not None:
-                    top, best = shard.find_top(top, best)
-                num_correct += (best == chunk_targets).sum()
-                places, is_here = (chunk_targets, None) if shard is None else _find_places(chunk_targets, logits, shard)
-                # Gathered before the next line overwrites the logits: there is no memory for a second chunk of them.
-                at_target = logits.gather(1, places)
-                total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
-                if shard is not None and is_here is not None:
-                    # The logit of the target is on one rank, the others add 0; each has its part of the exponentials.
-                    at_target, total = shard.add(at_target * is_here, total)
-                # -log softmax = log(sum exp(logits - top)) + top - target.
-                nll_sum += (top - at_target).sum()
-                nll_sum += total.log().sum()
-                if any(needed):
-                    # The buffer of the logits becomes their gradient, softmax minus one-hot.
-                    minus = logits.new_full((), -1.0).expand_as(places) if is_here is None else -is_here
-                    logits.div_(total).scatter_add_(1, places, minus)
-                    gradients.add(chunk, matrix)
-        of_hidden, *of_weights = gradients.finish()
-        # Every rank multiplied by its rows of the embedding: the gradient of ``hidden`` is the sum over ranks, that of
-        # the weight stays sharded like the weight.
-        if shard is not None and of_hidden is not None:
-            (of_hidden,) = shard.add(of_hidden)
-        ctx.save_for_backward(of_hidden, *of_weights)
+    def compute(chunks: Iterator[Chunk], learn: Callable[[Chunk], None] | None) -> tuple[Tensor, Tensor]:
+        nll_sum, num_correct = hidden.new_zeros((), dtype=projection.wide), targets.new_zeros(())
+        for chunk in chunks:
+            # (n, V) and (n, 1)
+            logits, own_targets = chunk.logits, chosen_targets[chunk.rows, None]
+            # Log-sum-exp with the maximum subtracted: no exponential overflows, and their sum is at least 1. The
+            # arg-max is also the prediction, for the accuracy.
+            top, best = logits.max(dim=-1, keepdim=True)
+            if shard is not None:
+                top, best = shard.find_top(top, best)
+            num_correct += (best == own_targets).sum()
+            places, is_here = (own_targets, None) if shard is None else _find_places(own_targets, logits, shard)
+            # Gathered before the next line overwrites the logits: there is no memory for a second chunk of them.
+            at_target = logits.gather(1, places)
+            total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
+            if shard is not None and is_here is not None:
+                # The logit of the target is on one rank, the others add 0; each has its part of the exponentials.
+                at_target, total = shard.add(at_target * is_here, total)
+            # -log softmax = log(sum exp(logits - top)) + top - target.
+            nll_sum += (top - at_target).sum()
+            nll_sum += total.log().sum()
+            if learn is not None:
+                # The buffer of the logits becomes their gradient, softmax minus one-hot.
+                minus = logits.new_full((), -1.0).expand_as(places) if is_here is None else -is_here
+                logits.div_(total).scatter_add_(1, places, minus)
+                learn(chunk)
         return nll_sum, num_correct
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
-        # again, autograd detects the modified saved tensors and raises.
-        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
-        return (*scaled, None, None, None, None)
+    nll_sum, num_correct = ChunkedSum.apply(  # type: ignore[no-untyped-call]
+        chosen, weight, transform.get("bias"), projection, torch.is_grad_enabled(), compute, shard
+    )
+    return TokenSums(nll_sum, torch.full_like(num_correct, len(positions)), num_correct)
 
 
 def _find_places(targets: Tensor, logits: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -167,7 +136,7 @@ def sample_targets(
     Returns:
         Token ids, ``int64 (N,)``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     # An empty tensor first: ``torch.cat`` raises for an empty list, which ``N = 0`` would give.
     sampled = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -222,7 +191,7 @@ def compute_token_logps(
 
     Source: ``torch.log_softmax`` and ``gather``; ``tests/losses/test_token_logps.py``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    projection = Projection(hidden, weight, **transform)
     return TokenLogps(
         *_ChunkedLogps.apply(  # type: ignore[no-untyped-call]
             hidden, weight, transform.get("bias"), targets, projection, torch.is_grad_enabled(), with_statistics

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from functools import partial
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, distributed
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 128 * 2**20
 """Default size of the ``float32`` logits that exist at any one time, on a CPU."""
@@ -41,26 +43,34 @@ class Chunk(NamedTuple):
     slope: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
 class Projection:
     """Chunked projection ``softcap * tanh(logit_scale * (hidden @ matrix.T + bias) / softcap)``.
 
     Attributes:
-        dtype: Dtype of matrix products.
+        dtype: Dtype of matrix products: autocast's, otherwise the narrower of the operands'.
+        wide: Dtype of everything else: ``float32`` at least.
         logit_scale: Factor on the logits, applied before the soft cap.
         softcap: Bound of the absolute value of the logits; ``None`` without a soft cap.
         chunk_size: Tokens whose logits exist at any one time.
     """
 
-    dtype: torch.dtype
-    logit_scale: float
-    softcap: float | None
-    chunk_size: int
+    def __init__(self, hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]) -> None:
+        """Choose dtypes and chunk size.
 
-    @property
-    def wide(self) -> torch.dtype:
-        """Dtype of everything except matrix products: ``float32`` at least."""
-        return torch.promote_types(self.dtype, torch.float32)
+        Args:
+            hidden: Hidden states, ``(..., D)``.
+            weight: Output embedding, ``(V, D)``.
+            part: Divisor of the default chunk size, such as ``TEACHER_PART``.
+            **transform: From hidden states to logits.
+        """
+        device = hidden.device.type
+        # ``torch.mm`` takes operands of one dtype.
+        narrower = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else narrower
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.logit_scale, self.softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
+        default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
+        self.chunk_size = transform.get("chunk_size") or default_size
 
     def iterate(self, hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Iterator[Chunk]:
         """Yield the logits of ``hidden`` chunk by chunk; the caller disables autocast.
@@ -116,28 +126,6 @@ class LogitTransform(TypedDict, total=False):
     chunk_size: int | None
     """Tokens whose logits exist at any one time. Default: as many as have ``CHUNK_BYTES`` of logits, on a GPU up to
     ``CUDA_CHUNK_BYTES``, divided by ``TEACHER_PART`` where a teacher's logits exist beside them."""
-
-
-def build_projection(
-    hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]
-) -> Projection:
-    """Build the projection with its dtype (autocast's, otherwise the narrower of the operands') and chunk size.
-
-    Args:
-        hidden: Hidden states, ``(..., D)``.
-        weight: Output embedding, ``(V, D)``.
-        part: Divisor of the default chunk size, such as ``TEACHER_PART``.
-        **transform: From hidden states to logits.
-    """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        # ``torch.mm`` takes operands of one dtype.
-        dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
-    scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
-    return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 
 
 def find_chunk_bytes(device: torch.device) -> int:
@@ -259,3 +247,64 @@ class VocabularyShard:
         together = torch.stack(parts)
         distributed.all_reduce(together, group=self.group)
         return list(together)
+
+
+Compute = Callable[[Iterator[Chunk], Callable[[Chunk], None] | None], Sequence[Tensor]]
+"""Function from the chunks to sums over them, of which the first is a loss. For its gradient, it replaces the logits of
+each chunk by their gradient, and calls its second argument with the chunk, unless that is ``None``."""
+
+
+class ChunkedSum(torch.autograd.Function):
+    """Sums over chunks; the gradients of the first one are computed in the forward pass, while a chunk's logits exist.
+
+    Backward scales them in place, and can therefore run only once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Projection,
+        is_grad_enabled: bool,
+        compute: Compute,
+        shard: VocabularyShard | None,
+    ) -> tuple[Tensor, ...]:
+        """Return the sums.
+
+        Args:
+            ctx: Context of autograd.
+            hidden: Last hidden states, ``(N, D)``.
+            weight: Output embedding, ``(V, D)``, or its rows on this rank.
+            bias: Bias of the projection, ``(V,)``.
+            projection: From hidden states to logits.
+            is_grad_enabled: Grad mode of the caller: it is always off in here, and ``needs_input_grad`` does not
+                reflect it.
+            compute: Computes the sums.
+            shard: Rows of the embedding on this rank, under tensor parallelism.
+        """
+        needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
+        gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
+        matrix = weight.to(projection.dtype)
+        # ``Projection`` has chosen the dtype of the products; autocast would cast the float32 operations too.
+        with torch.autocast(hidden.device.type, enabled=False):
+            add = partial(gradients.add, matrix=matrix) if any(needed) else None
+            loss, *figures = compute(projection.iterate(hidden, matrix, bias), add)
+        of_hidden, *of_weights = gradients.finish()
+        # Every rank multiplied by its rows of the embedding: the gradient of ``hidden`` is the sum over ranks, that of
+        # the weight stays sharded like the weight.
+        if shard is not None and of_hidden is not None:
+            (of_hidden,) = shard.add(of_hidden)
+        ctx.save_for_backward(of_hidden, *of_weights)
+        ctx.mark_non_differentiable(*figures)
+        return loss, *figures
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias."""
+        # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
+        # again, autograd detects the modified saved tensors and raises.
+        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
+        return (*scaled, None, None, None, None)

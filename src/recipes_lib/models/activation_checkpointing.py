@@ -11,21 +11,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from recipes_lib.errors import ConfigError, Problem
 
-_SAVED: Final = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
+_SAVED: Final = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_"),
+    *("torch_attn", "flash_attn", "grouped_mm", "_scaled_mm"),
 )
-"""Compute-bound operators, whose outputs are saved; all others are memory-bound and recomputed."""
-_SAVED_NAMES: Final = ("torch_attn", "flash_attn", "grouped_mm", "_scaled_mm")
-"""Substrings of further operators: torch's variable-length attention, the FlashAttention packages (``flash_attn_3``)
-and kernels from the Hub (``_vllm_flash_attn3_`` and a hash), products of experts and products in 8 bits."""
+"""Substrings of the names of compute-bound operators, whose outputs are saved; all others are memory-bound and
+recomputed. Besides torch's products and attention: its variable-length attention, the FlashAttention packages
+(``flash_attn_3``) and kernels from the Hub (``_vllm_flash_attn3_`` and a hash), products of experts and in 8 bits."""
 
 
 def enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
@@ -57,7 +49,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:
 
 def is_product(operator: Any) -> bool:
     """Return whether ``save_matmuls: true`` saves the output of a torch operator."""
-    return operator in _SAVED or any(part in operator.name() for part in _SAVED_NAMES)
+    return any(part in operator.name() for part in _SAVED)
 
 
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -149,10 +149,10 @@ def start_causal_lm(
             configuration is not that of a causal language model, or its sizes contradict each other.
     """
     model_class: Any = AutoModelForCausalLM if part is None else build_pipeline_stage_class(model_config, part)
-    if config.model_config is None:
-        return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
     if distribution is not None:
         verify_tensor_parallel(model_config, distribution.tp_size or 1)
+    if config.model_config is None:
+        return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
     # The same weights on every process, independent of random numbers drawn before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -85,7 +86,6 @@ class Generator(Protocol):
 
     def load(self, policy: Any) -> None:
         """Load the current weights of the policy; a collective that every sampling process must enter."""
-        ...
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once.
@@ -95,7 +95,6 @@ class Generator(Protocol):
             prompts: Token ids of each prompt.
             uniforms: Random numbers in ``[0, 1)``, one per token of an answer; ``float64 (B, response_length)``.
         """
-        ...
 
 
 class GenerateBackend(Generator):
@@ -150,7 +149,21 @@ class GenerateBackend(Generator):
             # A new call of generate for the remaining rows, with the same cache, so that prompts are not recomputed.
             half = StopWhenHalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
-            sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
+            options = build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length - done)
+            # Named `past_key_values` in transformers 5.23, `cache` in later versions.
+            reuse = {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
+            # Eager: layers compiled for training would be recompiled for the length of every token.
+            with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
+                sequences: Tensor = policy.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=options,
+                    logits_processor=LogitsProcessorList([sampler]),
+                    # The policy is gathered, so that forward passes are no collectives, and ranks need not wait for
+                    # each other.
+                    synced_gpus=False,
+                    **(reuse if cache is not None else {}),
+                )
             new = sequences[:, ids.shape[1] :]
             now = slice(done, done + new.shape[1])
             response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
@@ -164,26 +177,6 @@ class GenerateBackend(Generator):
             mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
             cache.batch_select_indices(rest)
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
-
-    def _continue(
-        self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: StopWhenHalfEnded
-    ) -> Tensor:
-        """Generate up to ``length`` tokens per row; with a KV cache, until half of the rows have ended."""
-        # Named `past_key_values` in transformers 5.23, `cache` in later versions.
-        reuse = {} if cache is None else {ALL_CACHE_NAMES[0]: cache, "stopping_criteria": StoppingCriteriaList([half])}
-        # Eager: layers compiled for training would be recompiled for the length of every token.
-        with torch.no_grad(), self._precision(), torch.compiler.set_stance("force_eager"):
-            sequences: Tensor = policy.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
-                logits_processor=LogitsProcessorList([sampler]),
-                # The policy is gathered, so that forward passes are no collectives, and ranks need not wait for each
-                # other.
-                synced_gpus=False,
-                **reuse,
-            )
-        return sequences
 
 
 def set_stop_tokens(
@@ -268,12 +261,51 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
     )
 
 
+def sample_answers(
+    generator: Generator,
+    policy: Any,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[Sequence[int]],
+    sampling: Sampling,
+    track: Callable[[list[list[int]], str, int], Iterable[list[int]]] = lambda batches, *_: batches,
+) -> Generated:
+    """Sample one answer per prompt, in batches of the engine's size.
+
+    Each answer has random numbers by its own seed, and so depends neither on its batch, nor on the process that samples
+    it, nor on earlier draws.
+
+    Args:
+        generator: Engine, with the weights of the policy loaded.
+        policy: As for ``Generator.generate``.
+        prompts: Token ids of each prompt.
+        seeds: Seed of each answer.
+        sampling: Sampling options of the engine.
+        track: Iterates over batches of rows and shows progress, given a label and their number.
+
+    Returns:
+        Answers in the order of ``prompts``, ``(B, response_length)``, 0 after the longest answer of a batch.
+    """
+    # Prompts of similar length need less padding.
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+    size = generator.batch_size or max(1, len(order))
+    ids = torch.zeros(len(prompts), sampling.response_length, dtype=torch.int64)
+    logps = torch.zeros(ids.shape)
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    for rows in track(batches, "sampling answers", len(batches)):
+        streams = [np.random.default_rng(seeds[row]) for row in rows]
+        uniforms = torch.from_numpy(np.stack([stream.random(sampling.response_length) for stream in streams]))
+        answers = generator.generate(policy, [prompts[row] for row in rows], uniforms)
+        # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
+        width = answers.response_ids.shape[1]
+        ids[rows, :width], logps[rows, :width] = answers.response_ids, answers.engine_logps
+    return Generated(ids, logps)
+
+
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Left-pad prompts; return ``input_ids`` and ``attention_mask`` (1 at tokens), both ``int64 (B, P)``."""
-    longest = max(map(len, rows))
-    input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
-    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return input_ids, attention_mask
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    masks = map(torch.ones_like, ids)
+    return pad_sequence(ids, True, pad_id, "left"), pad_sequence([*masks], True, 0, "left")
 
 
 def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
@@ -419,18 +451,15 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
         RuntimeError: An answer neither ends with a stop token nor has the full length.
     """
     stops = set(sampling.stop_ids)
-    width = max(len(ids) for ids, _ in answers)
-    response_ids = torch.full((len(answers), width), sampling.pad_id)
-    engine_logps = torch.zeros(len(answers), width)
-    for row, (ids, logps) in enumerate(answers):
+    for ids, _ in answers:
         if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
             # The padding after it would count as part of the answer (``mask_answers``).
             raise RuntimeError(
                 f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
             )
-        response_ids[row, : len(ids)] = torch.tensor(ids)
-        engine_logps[row, : len(ids)] = torch.tensor(logps)
-    return Generated(response_ids, engine_logps)
+    response_ids = pad_sequence([torch.tensor(ids) for ids, _ in answers], True, sampling.pad_id)
+    engine_logps = [torch.tensor(logps, dtype=torch.float32) for _, logps in answers]
+    return Generated(response_ids, pad_sequence(engine_logps, True))
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:

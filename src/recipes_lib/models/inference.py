@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -215,41 +214,31 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-@dataclass(frozen=True, slots=True)
-class RandomStates:
-    """Random states of Python, numpy, torch and every CUDA device."""
+def save_random_states() -> Callable[[], None]:
+    """Save the random states of Python, numpy, torch and every CUDA device; return the function that restores them."""
+    # The global generator of numpy, which data collators and libraries use.
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # Reading the states would initialise CUDA, which fails in forked workers.
+    cuda_states = torch.cuda.get_rng_state_all() if is_used else []
 
-    _python: Any
-    _numpy: Any
-    _torch: torch.Tensor
-    _cuda: Sequence[torch.Tensor]
+    def restore() -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        torch.cuda.set_rng_state_all(cuda_states)
 
-    @classmethod
-    def read(cls) -> RandomStates:
-        """Return the current states."""
-        # The global generator of numpy, which data collators and libraries use.
-        numpy_state = np.random.get_state()  # noqa: NPY002
-        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Reading the states would initialise CUDA, which fails in forked workers.
-        cuda_states = torch.cuda.get_rng_state_all() if is_used else []
-        return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
-
-    def restore(self) -> None:
-        """Restore the states."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._torch)
-        torch.cuda.set_rng_state_all(self._cuda)
+    return restore
 
 
 @contextmanager
 def preserve_random_states() -> Iterator[None]:
     """Restore afterwards the random states of Python, numpy, torch and every CUDA device."""
-    states = RandomStates.read()
+    restore = save_random_states()
     try:
         yield
     finally:
-        states.restore()
+        restore()
 
 
 @contextmanager

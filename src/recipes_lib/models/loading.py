@@ -41,7 +41,6 @@ from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
-from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
@@ -134,17 +133,17 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
 
 def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None, name: str) -> Iterator[Problem]:
     """Set the chat template in a file, if one is configured; yield the problem if no template can be used."""
-    found, remedy = "", "name a Jinja file in UTF-8"
     if path is not None:
         try:
-            tokenizer.chat_template = read_text(find_shipped(Path(path)), "chat_template_path", remedy)
+            tokenizer.chat_template = read_text(
+                find_shipped(Path(path)), "chat_template_path", "name a Jinja file in UTF-8"
+            )
         except ConfigError as error:
             yield from error.problems
     elif isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         found = f"the tokenizer of {name} has chat templates without a default: {names}"
         remedy = "name a file with one of them, or save the tokenizer with it alone"
-    if found:
         yield Problem("chat_template_path", found, remedy)
 
 
@@ -199,13 +198,10 @@ def load_causal_lm(
         distribution: Result of ``build_distribution``; each rank reads its shards only.
 
     Raises:
-        ConfigError: As ``verify_tensor_parallel``; or the model cannot be loaded, its weights are not safetensors, or a
-            weight is missing, unexpected or of another shape than in the architecture.
+        ConfigError: The model cannot be loaded, its weights are not safetensors, or a weight is missing, unexpected or
+            of another shape than in the architecture.
     """
-    options: dict[str, Any] = {}
-    if distribution is not None:
-        verify_tensor_parallel(load_model_config(config)[0], distribution.tp_size or 1)
-        options["distributed_config"] = distribution
+    options: dict[str, Any] = {} if distribution is None else {"distributed_config": distribution}
     model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model
 

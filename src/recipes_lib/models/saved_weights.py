@@ -51,15 +51,15 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
             message lists them all.
     """
     try:
-        files = {name: folder / file for name, file in _read_index(folder, weights).items()}
-    except (OSError, SafetensorError, DataError) as error:
+        names = _list_files(folder, weights)
+    except DataError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     faults: list[str] = []
     found: set[str] = set()
     num_parameters = 0
-    for file in sorted(set(files.values())):
+    for file in names:
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(folder / file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     tensor = tensors.get_tensor(name)
                     found.add(name)
@@ -67,9 +67,9 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
                     fault = _find_fault(tensor, expected.get(name))
                     faults += [f"{name} {fault}"] if fault else []
         except FileNotFoundError:
-            faults.append(f"{file.name} is missing")
+            faults.append(f"{file} is missing")
         except (OSError, SafetensorError) as error:
-            faults.append(f"{file.name} cannot be opened again: {error}")
+            faults.append(f"{file} cannot be opened again: {error}")
     # Compared with the files rather than the index, which can name tensors that no file has.
     faults += [f"{name} is missing" for name in expected if name not in found]
     if faults:
@@ -85,13 +85,11 @@ def _find_fault(tensor: Tensor, shape: torch.Size | None) -> str | None:
     return None if torch.isfinite(tensor).all() else "is not finite"
 
 
-def _read_index(folder: Path, weights: str) -> dict[str, str]:
-    """Return the file name of every saved tensor, from the index if there are shards and no whole file."""
+def _list_files(folder: Path, weights: str) -> list[str]:
+    """Return the names of the files with weights: ``weights``, or the shards of the index if there is no whole file."""
     if (folder / INDEX).exists() and not (folder / weights).exists():
-        weight_map: dict[str, str] = read_record(folder / INDEX, {"weight_map": dict})["weight_map"]
-        return weight_map
-    with safe_open(folder / weights, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), weights)
+        return sorted(set(read_record(folder / INDEX, {"weight_map": dict})["weight_map"].values()))
+    return [weights]
 
 
 def verify_checkpoint(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,7 @@ _UNTRAINED: Final = ("e_score_correction_bias", "expert_bias", "z_L_init")
 which no gradient reaches; transformers 5.23 makes them trainable on loading."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFeatures:
+class LayerFeatures(NamedTuple):
     """Outputs of the layers in the last forward pass, by layer number, from 1.
 
     Attributes:
@@ -36,8 +35,8 @@ class LayerFeatures:
         attentions: Attention probabilities of the heads of a layer, ``(B, H, L, L)``.
     """
 
-    states: dict[int, Tensor] = field(default_factory=dict)
-    attentions: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor]
+    attentions: dict[int, Tensor]
 
 
 def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
@@ -139,23 +138,22 @@ def collect_features(
     Raises:
         ConfigError: As ``find_layers``; or a layer has no attention module.
     """
-    layers, features = find_layers(model), LayerFeatures()
+    layers, features = find_layers(model), LayerFeatures({}, {})
 
-    def build_hook(collected: dict[int, Tensor], number: int, read: Read, at: int) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            collected[number] = read(output if isinstance(output, Tensor) else output[at])
-
-        return hook
+    def collect(collected: dict[int, Tensor], number: int, read: Read, at: int, *call: Any) -> None:
+        output = call[-1]  # After the module and its inputs.
+        collected[number] = read(output if isinstance(output, Tensor) else output[at])
 
     handles = []
     for number in states:
         # The last hidden state of transformers is the output of the final norm, which is that of the base model.
         module = layers[number - 1] if number < len(layers) else model.base_model
-        handles.append(module.register_forward_hook(build_hook(features.states, number, read_states, 0)))
+        handles.append(module.register_forward_hook(partial(collect, features.states, number, read_states, 0)))
     for number in attentions:
         attention = _find_attention(layers[number - 1])
         # Attention modules return output and attention probabilities.
-        handles.append(attention.register_forward_hook(build_hook(features.attentions, number, read_attentions, 1)))
+        hook = partial(collect, features.attentions, number, read_attentions, 1)
+        handles.append(attention.register_forward_hook(hook))
     try:
         yield features
     finally:

@@ -144,21 +144,13 @@ def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> T
     return TokenUsage(num_bytes, counts)
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyMap:
-    """Positions of the student's tokens in the teacher's vocabulary.
-
-    Attributes:
-        teacher_ids: Token id in the teacher's tokenizer for each token id of the student's; ids without a token map to
-            themselves.
-    """
-
-    teacher_ids: Sequence[int]
+class VocabularyMap(tuple[int, ...]):
+    """Token id in the teacher's tokenizer for each token id of the student's; ids without a token map to themselves."""
 
     @property
     def is_identity(self) -> bool:
         """Whether every token has the same id in both."""
-        return all(own == other for own, other in enumerate(self.teacher_ids))
+        return all(own == other for own, other in enumerate(self))
 
 
 def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, where: str) -> VocabularyMap:
@@ -209,7 +201,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     Raises:
         ConfigError: The model has fewer embedding rows than its tokenizer has token ids, or its logits change.
     """
-    ids = torch.tensor(vocabulary.teacher_ids)
+    ids = torch.tensor(vocabulary)
     embedding: Any = model.get_input_embeddings()
     projection: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     num_rows, highest = len(projection.weight), int(ids.max())

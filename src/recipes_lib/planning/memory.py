@@ -7,7 +7,6 @@ training; activations are counted in a forward pass on fake tensors.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
-from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
+from recipes_lib.models.adapters.saved import find_base, find_shareable
 from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
@@ -506,8 +505,8 @@ def _find_config(name: str | None, revision: str | None, default: PreTrainedConf
         return default
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if name not in compute.SHIPPED_SHAPES and (adapter := find_adapter(name, revision)) is not None:
-            named = dataclasses.replace(named, **read_base(adapter)._asdict())
+        if name not in compute.SHIPPED_SHAPES:
+            named, _ = find_base(named)
         return compute.find_shape(named)
     except ConfigError:
         return default

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,11 +19,11 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.models.adapters.roles import Role
-from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation, sample_answers
 from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
 from recipes_lib.rl.rewards import Rewards, verify_positions
-from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
 from recipes_lib.training.guards.preemption import agreeing_on_stop, raise_if_stop_pending
@@ -178,29 +177,16 @@ class Collector:
         with self.models.using("policy") as policy:
             self.generator.load(policy)
 
-    def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> Generated:
-        # One stream per answer, so that it depends neither on the process that samples it nor on earlier draws.
-        streams = [np.random.default_rng([self.args.seed, Stream.ANSWER, number]) for number in numbers]
-        uniforms = torch.from_numpy(np.stack([stream.random(self._sampling.response_length) for stream in streams]))
-        return self.generator.generate(policy, [prompt.input_ids for prompt in prompts], uniforms)
+    def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int], *track: Any) -> Generated:
+        seeds = [(self.args.seed, Stream.ANSWER, number) for number in numbers]
+        ids = [prompt.input_ids for prompt in prompts]
+        return sample_answers(self.generator, policy, ids, seeds, self._sampling, *track)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
         WATCHDOG.enter("sampling answers")
-        order = list(range(len(prompts)))
-        if early is None:
-            # Batches of prompts of similar length need less padding; answers do not depend on the order.
-            order.sort(key=lambda row: len(prompts[row].input_ids))
-        size = self.generator.batch_size or len(order)
-        chunks = [order[start : start + size] for start in range(0, len(order), size)]
-        ids = torch.zeros(len(prompts), self._sampling.response_length, dtype=torch.int64)
-        logps = torch.zeros(ids.shape)
         with self.models.using("policy") as policy, gathered_weights(policy, is_needed=self.generator.uses_policy):
-            for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
-                batch = [prompts[row] for row in rows], [numbers[row] for row in rows]
-                answers = self._generate(policy, *batch) if early is None else early
-                width = answers.response_ids.shape[1]
-                # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
-                ids[rows, :width], logps[rows, :width] = answers.response_ids, answers.engine_logps
+            answers = early or self._generate(policy, prompts, numbers, self._progress.track)
+        ids, logps = answers.response_ids, answers.engine_logps
         mask, finished = mask_answers(ids, self._sampling.stop_ids)
         # Placeholders until answers are scored, (B,), and read by the models, (B, T).
         zeros = torch.zeros(len(prompts))
@@ -263,7 +249,7 @@ class Collector:
                 beat_between(self.models.policy)
                 # (rows, length of their longest answer); beyond it the result is 0. It stays on the device, so that the
                 # next batch is laid out during the computation.
-                part = compute(model, lay_out(rollout.take(rows), self.args.device)).float()
+                part = compute(model, Sequences(rollout.take(rows), self.args.device)).float()
                 parts.append(functional.pad(part, (0, width - part.shape[1])))
                 order += rows
         result = torch.empty(rollout.mask.shape)

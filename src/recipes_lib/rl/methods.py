@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from recipes_lib.config.schema import PPOConfig, RecipeConfig
-from recipes_lib.rl.advantages import (
+from recipes_lib.rl.monitor import Figures, average_steps, describe_values
+from recipes_lib.rl.objectives import (
+    PolicyObjective,
     compute_advantages,
     compute_group_advantages,
     compute_leave_one_out_advantages,
@@ -20,8 +22,6 @@ from recipes_lib.rl.advantages import (
     penalise_missing_end,
     whiten,
 )
-from recipes_lib.rl.monitor import Figures, average_steps, describe_values
-from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
 
@@ -155,12 +155,3 @@ class GroupMethod:
 Method = PPOMethod | GroupMethod
 """Attributes of both: ``schedule`` of the run; ``objective`` of the policy; ``target_kl``, the KL divergence in nats a
 token at which the updates of an iteration end; ``num_idle_iterations`` before the first policy update."""
-
-
-def build_method(config: RecipeConfig, num_prompts: int, world_size: int) -> Method:
-    """Build the method of a recipe for a number of prompts and a world size.
-
-    Raises:
-        ConfigError: As ``PPOMethod`` and ``GroupMethod``.
-    """
-    return (PPOMethod if config.recipe == "ppo" else GroupMethod)(config, num_prompts, world_size)

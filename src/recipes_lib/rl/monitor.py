@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.rl.advantages import estimate_kl
-from recipes_lib.rl.policy_loss import PolicyObjective, compute_importance_weights
+from recipes_lib.rl.objectives import PolicyObjective, compute_importance_weights, estimate_kl
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
 

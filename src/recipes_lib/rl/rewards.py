@@ -19,7 +19,7 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
-from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
+from recipes_lib.rl.objectives import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, describe_error, find_function
 from recipes_lib.stopping import StopPendingError
 

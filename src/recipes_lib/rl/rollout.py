@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def _build(example: Rollout, collect: Callable[[str], list[Any]]) -> Rollout:
     return dataclasses.replace(example, **fields)
 
 
-class Sequences(NamedTuple):
+class Sequences:
     """Prompts with their answers as model input, right-padded, so that causal attention needs no mask.
 
     Attributes:
@@ -145,11 +145,24 @@ class Sequences(NamedTuple):
         shape: Shape of the answers, ``(B, T)``.
     """
 
-    inputs: dict[str, Tensor]
-    predictors: Tensor
-    targets: Tensor
-    places: Tensor
-    shape: torch.Size
+    def __init__(self, rollout: Rollout, device: torch.device) -> None:
+        """Lay out the prompts and answers of a rollout on a device."""
+        prompts = [prompt.input_ids for prompt in rollout.prompts]
+        answers = zip(prompts, rollout.response_ids, rollout.mask, strict=True)
+        rows = [torch.cat([torch.tensor(prompt), ids[mask]]) for prompt, ids, mask in answers]
+        input_ids = pad_sequence(rows, batch_first=True)
+        width = input_ids.shape[1]
+        # The flattened position of each prompt's last token, which predicts the first token of its answer, (B,).
+        first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
+        # (B, 1) + (T,) -> (B, T), masked to (N,) row by row: the order of targets and places.
+        predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
+        # ``repeat`` rather than ``expand``: memory that elements share cannot be pinned.
+        inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).repeat(len(prompts), 1)}
+        self.inputs = {name: send(tensor, device) for name, tensor in inputs.items()}
+        self.predictors = send(predictors, device)
+        self.targets = send(rollout.response_ids[rollout.mask], device)
+        self.places = send(rollout.mask.flatten().nonzero().squeeze(1), device)
+        self.shape = rollout.mask.shape
 
     def spread(self, values: Tensor) -> Tensor:
         """Scatter values of the ``N`` tokens, ``(N,)``, to ``(B, T)``, with 0 elsewhere."""
@@ -164,28 +177,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     # On MPS, copies that are not awaited can read memory that has been freed (pytorch/pytorch#189690). On CUDA, copies
     # from pageable memory would synchronise with the stream, despite non_blocking.
     return tensor.to(device) if device.type in ("cpu", "mps") else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
-    """Build the model input of prompts and answers, on a device."""
-    prompts = [prompt.input_ids for prompt in rollout.prompts]
-    answers = zip(prompts, rollout.response_ids, rollout.mask, strict=True)
-    rows = [torch.cat([torch.tensor(prompt), ids[mask]]) for prompt, ids, mask in answers]
-    input_ids = pad_sequence(rows, batch_first=True)
-    width = input_ids.shape[1]
-    # The flattened position of each prompt's last token, which predicts the first token of its answer, (B,).
-    first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
-    # (B, 1) + (T,) -> (B, T), masked to (N,) row by row: the order of targets and places.
-    predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
-    # ``repeat`` rather than ``expand``: memory that elements share cannot be pinned.
-    inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).repeat(len(prompts), 1)}
-    return Sequences(
-        {name: send(tensor, device) for name, tensor in inputs.items()},
-        send(predictors, device),
-        send(rollout.response_ids[rollout.mask], device),
-        send(rollout.mask.flatten().nonzero().squeeze(1), device),
-        rollout.mask.shape,
-    )
 
 
 def compute_response_logps(

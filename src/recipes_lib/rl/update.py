@@ -21,8 +21,8 @@ from recipes_lib.planning.schedule import verify_schedule
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
-from recipes_lib.rl.policy_loss import RATIO_MAX, Terms, compute_normaliser, compute_policy_loss, compute_value_loss
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
+from recipes_lib.rl.objectives import RATIO_MAX, Terms, compute_normaliser, compute_policy_loss, compute_value_loss
+from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
 from recipes_lib.training.collectives import get_world_size, sum_tensor
@@ -101,7 +101,7 @@ class UpdateGuard:
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
         """Return all tensors of each micro-batch, its input ids among them, and the positions of its prompts."""
         cpu = torch.device("cpu")
-        batches = [{"input_ids": lay_out(part, cpu).inputs["input_ids"], **dict(part.tensors())} for part in parts]
+        batches = [{"input_ids": Sequences(part, cpu).inputs["input_ids"], **dict(part.tensors())} for part in parts]
         return batches, [[self.find_prompt(number) for number in part.numbers.tolist()] for part in parts]
 
 
@@ -335,7 +335,7 @@ class Updater:
         old, advantages, mask, engine, ref = (send(tensor, self.args.device) for tensor in tensors)
         with self.precision():
             logps, entropy = compute_response_logps(
-                policy, lay_out(part, self.args.device), temperature=sampling.temperature, with_entropy=with_entropy
+                policy, Sequences(part, self.args.device), temperature=sampling.temperature, with_entropy=with_entropy
             )
         loss, terms = compute_policy_loss(
             logps, old, advantages, mask, objective, normaliser=normaliser, engine_logps=engine, ref_logps=ref
@@ -347,7 +347,7 @@ class Updater:
     def _compute_value_loss(self, critic: Any, batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
         assert part.returns is not None
         with self.precision():
-            values = compute_response_values(critic, lay_out(part, self.args.device))
+            values = compute_response_values(critic, Sequences(part, self.args.device))
         targets = (send(tensor, self.args.device) for tensor in (part.values, part.returns, part.loss_mask))
         cliprange = self.config.ppo.cliprange_value
         return compute_value_loss(values, *targets, cliprange=cliprange, num_tokens=batch.num_targets)

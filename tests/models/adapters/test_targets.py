@@ -54,7 +54,7 @@ def test_existing_layers_are_accepted(keys):
 @pytest.mark.parametrize(
     ("keys", "where", "found", "remedy"),
     [
-        ({"lora_target_modules": ["q_porj"]}, "lora_target_modules", "no module 'q_porj'", "did you mean q_proj"),
+        ({"lora_target_modules": ["q_porj"]}, "lora_target_modules", "no module 'q_porj'", "did you mean `q_proj`"),
         (
             {"lora_target_modules": ["q_porj"], "init_lora_weights": "pissa"},
             "lora_target_modules",
@@ -68,7 +68,7 @@ def test_existing_layers_are_accepted(keys):
         ({"lora_target_modules": ["mlp"]}, "lora_target_modules", "mlp is a LlamaMLP", "layers inside"),
         ({"lora_target_modules": ["lm_head"]}, "lora_target_modules", "output projection", "lora_modules_to_save"),
         ({"lora_target_modules": ["embed_tokens"]}, "lora_target_modules", "embedding", "lora_modules_to_save"),
-        ({"lora_modules_to_save": ["embed_token"]}, "lora_modules_to_save", "no module", "did you mean embed_tokens"),
+        ({"lora_modules_to_save": ["embed_token"]}, "lora_modules_to_save", "no module", "did you mean `embed_tokens`"),
         ({"init_lora_weights": "orthogonal", "lora_r": 3}, "lora_r", "even rank", "write 4"),
         ({"init_lora_weights": "pissa", "lora_r": 9}, "lora_r", "at most 8", "write 8 or less"),
     ],

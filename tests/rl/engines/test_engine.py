@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.rl.engines import vllm
 from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, EngineGuard, build_generator
-from recipes_lib.rl.policy_loss import PolicyObjective
+from recipes_lib.rl.objectives import PolicyObjective
 
 ARGS = SimpleNamespace(
     per_device_eval_batch_size=4, device=CPU, process_index=0, bf16=False, fp16=False, mixed_precision="no"

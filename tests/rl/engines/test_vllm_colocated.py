@@ -16,7 +16,6 @@ from tests.rows import read_events
 from transformers import LlamaForCausalLM
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.inference import RandomStates
 from recipes_lib.stopping import StopPendingError
 
 
@@ -57,11 +56,11 @@ def test_adapter_is_merged_into_engine_weights(engine):
 def test_seed_determines_answers_and_global_generators_are_preserved(engine):
     policy, backend = build_policy("llama"), build_fake(engine, build_sampling())
     backend.load(policy)
-    before = RandomStates.read()
+    before = torch.get_rng_state()
     first, again, other = (backend.generate(policy, PROMPTS, uniforms) for uniforms in (draw(4), draw(4), 1 - draw(4)))
     assert torch.equal(first.response_ids, again.response_ids)
     assert not torch.equal(first.response_ids, other.response_ids)
-    assert torch.equal(before._torch, RandomStates.read()._torch)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_stop_request_aborts_unfinished_requests(engine):

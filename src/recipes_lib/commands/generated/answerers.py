@@ -75,7 +75,7 @@ def verify_judge(settings: Settings, task: Task) -> None:
         from recipes_lib.models.heads.scoring import find_saved
         from recipes_lib.models.loading import load_model_config
 
-        load_model_config(find_saved(settings.judge, None).weights)
+        load_model_config(find_saved(settings.judge, None)[1])
     else:
         load_judge(settings, task).describe()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import warnings
 from collections import Counter
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.models.adapters.saved import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -585,6 +584,5 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
 
 def _explain_unknown(key: str, name: str, modules: Iterable[str]) -> Problem:
     last_names = sorted({last for path in modules if (last := path.rpartition(".")[2]) and not last.isdigit()})
-    near = difflib.get_close_matches(name.rpartition(".")[2], last_names, n=3)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(last_names)}"
+    remedy = suggest(name.rpartition(".")[2], last_names, f"there are {', '.join(last_names)}")
     return Problem(key, f"the model has no module {name!r}", remedy)

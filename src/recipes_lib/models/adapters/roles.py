@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -75,10 +75,8 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
     Raises:
         ConfigError: As ``attach_scorer``.
     """
-    weight = None
-    if folder is not None:
-        weight = attach_scorer(model, folder, CRITIC)
-    else:
+    weight = None if folder is None else attach_scorer(model, folder, CRITIC)
+    if folder is None:
         with suppress_peft_warnings():
             model.add_adapter(CRITIC, copy.deepcopy(model.peft_config[model.active_adapter]))
     # PEFT adds further adapters frozen.
@@ -123,14 +121,11 @@ def role(model: Any, name: Role) -> Iterator[None]:
         return
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = model.active_adapter
-    # Exactly one adapter is neither critic nor reward model.
+    # Exactly one adapter is neither critic nor reward model, whose names are those of their roles.
     (policy,) = (adapter for adapter in model.peft_config if adapter not in (CRITIC, REWARD))
     try:
-        _switch(model, {"policy": policy, "critic": CRITIC, "reward": REWARD}[name], flags)
-        if name == "reward":
-            with evaluating(model):
-                yield
-        else:
+        _switch(model, policy if name == "policy" else name, flags)
+        with evaluating(model) if name == "reward" else nullcontext():
             yield
     finally:
         _switch(model, before, flags)

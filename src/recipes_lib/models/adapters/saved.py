@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import explained
@@ -49,25 +51,25 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.jinja", ADAPTER_WEIGHTS]))
 
 
-class Base(NamedTuple):
-    """Base model of an adapter, with the field names of ``ModelConfig``."""
+def find_base(named: ModelConfig) -> tuple[ModelConfig, Path | None]:
+    """Return the base model of a saved adapter, and the folder of the adapter; ``named`` and ``None`` for a full model.
 
-    model_name_or_path: str
-    model_revision: str | None
-
-
-def read_base(folder: Path) -> Base:
-    """Return the base model of a saved adapter from its configuration.
+    Args:
+        named: Folder or Hub id, and revision, of the adapter or model.
 
     Raises:
-        ConfigError: The configuration cannot be read, or names no base model.
+        ConfigError: As ``find_adapter``; or the adapter's configuration cannot be read, or names no base model.
     """
+    folder = find_adapter(str(named.model_name_or_path), named.model_revision)
+    if folder is None:
+        return named, None
     with explained("model_name_or_path", str(folder)):
         settings = PeftConfig.from_pretrained(str(folder))
     if not settings.base_model_name_or_path:
         remedy = f"write its base into {ADAPTER_CONFIG}, as base_model_name_or_path"
         raise ConfigError(Problem("model_name_or_path", f"{folder} is an adapter that names no base model", remedy))
-    return Base(settings.base_model_name_or_path, settings.revision)
+    base = replace(named, model_name_or_path=settings.base_model_name_or_path, model_revision=settings.revision)
+    return base, folder
 
 
 def find_shareable(

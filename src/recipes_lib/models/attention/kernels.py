@@ -105,11 +105,10 @@ def choose_attention(
     Raises:
         ConfigError: As ``choose_kernel`` and ``verify_context_parallel``; or context parallelism on GPUs in float32.
     """
-    halves = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-    is_bf16 = args.bf16 or args.mixed_precision == "fp8"
-    compute_dtype = (
-        torch.bfloat16 if is_bf16 else torch.float16 if args.fp16 else halves.get(config.dtype, torch.float32)
-    )
+    # `auto` is no attribute of torch.
+    compute_dtype = torch.float16 if args.fp16 else getattr(torch, config.dtype, torch.float32)
+    if args.bf16 or args.mixed_precision == "fp8":
+        compute_dtype = torch.bfloat16
     if context is not None:
         if args.device.type == "cuda" and compute_dtype == torch.float32:
             found = "on GPUs, context parallelism needs bf16 or fp16"
@@ -203,20 +202,18 @@ def explain_choice(
 
 def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
     """Return the reasons why packed documents would not be isolated, according to the configuration."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
     if getattr(model_class, "_is_stateful", False) or mixing:
         reason = f"has {', '.join(mixing) or 'recurrent'} layers, which are not known to isolate documents"
-    elif getattr(config, "alibi", False) or not _takes_position_ids(model_class):
+    # Models with code from the Hub are tested by ``verify_isolation``.
+    elif getattr(config, "alibi", False) or (
+        model_class is not None and "position_ids" not in inspect.signature(model_class.forward).parameters
+    ):
         reason = "takes no position_ids, so that documents cannot be separated"
     else:
         return []
     return [Problem("packing", f"a {config.model_type} model {reason}", _SEPARATE)]
-
-
-def _takes_position_ids(model_class: Any) -> bool:
-    # Models with code from the Hub are tested by ``verify_isolation``.
-    return model_class is None or "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
@@ -287,10 +284,8 @@ def verify_isolation(model: Any, layout: Layout) -> None:
 
     Source: ``tests/models/attention/test_kernels.py``, for models with and without leaks.
     """
-    device = find_device(model)
     # Different lengths, so that a swapped or shifted boundary changes results.
-    lengths = (7, 9)
-    documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
+    documents = [torch.arange(2, 2 + length, device=find_device(model)) for length in (7, 9)]
     changed = [document + 9 for document in documents]
     try:
         with evaluating(model), kernel_precision(model, is_packed=True):

@@ -85,18 +85,18 @@ def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
     # Numbers of queries and keys of the two parts of each pair, (2P,): prompt with chosen answer, rejected answer.
     parts = torch.stack([prompts + chosen, rejected], dim=1).flatten()
     keys = torch.stack([prompts + chosen, prompts + rejected], dim=1).flatten()
-    # Index of each key in its part, from 0 at the start of the prompt: (K,).
-    places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
-    starts = (lengths.sum(dim=1).cumsum(0) - lengths.sum(dim=1)).repeat_interleave(2).repeat_interleave(keys)
     # In the row, the chosen answer is between a prompt and its rejected answer, whose keys skip it.
-    is_behind = places >= prompts.repeat_interleave(2).repeat_interleave(keys)
-    skipped = torch.stack([torch.zeros_like(chosen), chosen], dim=1).flatten().repeat_interleave(keys)
+    first, *ends = functional.pad(lengths.flatten().cumsum(0), (1, 0)).tolist()
+    spans = list[tuple[int, int]]()
+    for prompt_end, chosen_end, rejected_end in zip(ends[::3], ends[1::3], ends[2::3], strict=True):
+        spans += (first, chosen_end), (first, prompt_end), (chosen_end, rejected_end)
+        first = rejected_end
     return {
         "cu_seq_lens_q": functional.pad(parts.cumsum(0), (1, 0)).int(),
         "cu_seq_lens_k": functional.pad(keys.cumsum(0), (1, 0)).int(),
         "max_length_q": int(parts.max()),
         "max_length_k": int(keys.max()),
-        "shared_prompt_index": starts + places + skipped * is_behind,
+        "shared_prompt_index": torch.cat([torch.arange(*span) for span in spans]),
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import ModelOutput
 
@@ -289,15 +289,6 @@ def _find_projections(model: Any) -> list[Any]:
     return [projection] if copies is None else [projection.original_module, *copies.values()]
 
 
-def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the transform between projection and softmax: scale of Cohere and Granite, soft cap of Gemma."""
-    scale = getattr(config, "logit_scale", None)
-    return {
-        "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
-        "softcap": find_softcap(config),
-    }
-
-
 def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
@@ -332,25 +323,23 @@ def _compute_sums(
     # needs no mask: it is at the end of a row, where causal attention does not reach it.
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids separate documents")
+    num_predictors = labels.shape[1] - 1
     if targets is not None:
         # Context parallelism: its attention takes cu_seq_lens, and the empty mask keeps transformers from building one.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
-        hidden, aux_loss = _run_backbone(model, inputs)
-        sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
-        return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
-    num_predictors = labels.shape[1] - 1
-    if _can_cut(model, num_predictors, inputs):
+    elif _can_cut(model, num_predictors, inputs):
         inputs = {name: part[:, :num_predictors] for name, part in inputs.items() if name != "use_cache"}
     hidden, aux_loss = _run_backbone(model, inputs)
-    successors = labels[:, 1:]
-    if target_positions is None:
-        hidden = hidden[:, :num_predictors]
-    elif hidden.shape[1] > num_predictors:
-        # Index into full rows (B, L, D): the backward pass of the slice [:, :-1] would copy the gradient.
-        successors = labels.roll(-1, 1)
-        if len(labels) > 1:
-            target_positions = target_positions + target_positions // num_predictors
-    sums = _score(model, compute_cross_entropy, hidden, successors, positions=target_positions)
+    if targets is None:
+        targets = labels[:, 1:]
+        if target_positions is None:
+            hidden = hidden[:, :num_predictors]
+        elif hidden.shape[1] > num_predictors:
+            # Index into full rows (B, L, D): the backward pass of the slice [:, :-1] would copy the gradient.
+            targets = labels.roll(-1, 1)
+            if len(labels) > 1:
+                target_positions = target_positions + target_positions // num_predictors
+    sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
     return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
 
 
@@ -480,9 +469,10 @@ def _score(
     **options: Any,
 ) -> Any:
     """Call ``score`` inside the output projection, with the model's transform of logits and a temperature."""
+    config = model.config.get_text_config()
+    # Scale of Cohere and Granite, soft cap of Gemma.
+    scale, softcap = getattr(config, "logit_scale", None), find_softcap(config)
+    scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
     # c tanh(s x / c) / T = (c / T) tanh((s / T) x / (c / T)): scale and cap are divided alike.
-    transform = {
-        name: None if value is None else value / temperature
-        for name, value in _logit_transform(model.config.get_text_config()).items()
-    }
-    return model.get_output_embeddings()(hidden, score, *args, **transform, **options)
+    options |= {"logit_scale": scale / temperature, "softcap": None if softcap is None else softcap / temperature}
+    return model.get_output_embeddings()(hidden, score, *args, **options)

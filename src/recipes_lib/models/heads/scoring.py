@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jinja2 import Environment, Template
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
@@ -25,7 +26,7 @@ from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.roles import add_reward
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.inference import evaluating, find_device
@@ -190,12 +191,9 @@ class RewardModel:
 
     def _run(self, rows: Sequence[TokenIds]) -> list[float]:
         lengths = torch.tensor([len(row) for row in rows])
-        width = int(lengths.max())
         # Right padding needs no mask under causal attention, and any token can pad.
-        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-        for at, row in enumerate(rows):
-            input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
-        device = find_device(self.model)
+        input_ids = pad_sequence([torch.as_tensor(np.asarray(row, np.int64)) for row in rows], batch_first=True)
+        width, device = input_ids.shape[1], find_device(self.model)
         output = self.model(
             input_ids=input_ids.to(device),
             position_ids=torch.arange(width, device=device).expand(len(rows), -1),
@@ -206,29 +204,18 @@ class RewardModel:
         return scores
 
 
-class Saved(NamedTuple):
-    """Location of a saved reward model.
-
-    Attributes:
-        named: The reward model by its name, with the tokenizer.
-        weights: The model with configuration and weights: the same, or the base of an adapter.
-        adapter: Folder of the adapter; ``None`` for a full model.
-    """
-
-    named: ModelConfig
-    weights: ModelConfig
-    adapter: Path | None
-
-
-def find_saved(name: str, revision: str | None) -> Saved:
+def find_saved(name: str, revision: str | None) -> tuple[ModelConfig, ModelConfig, Path | None]:
     """Find a saved reward model by its folder or Hub id, and the revision of a Hub model.
 
+    Returns:
+        The reward model by its name, with the tokenizer; the model with configuration and weights: the same, or the
+        base of an adapter; and the folder of the adapter, ``None`` for a full model.
+
     Raises:
-        ConfigError: As ``find_adapter`` and ``read_base``.
+        ConfigError: As ``find_base``.
     """
-    adapter = find_adapter(name, revision)
     named = ModelConfig(model_name_or_path=name, model_revision=revision, dtype="auto")
-    return Saved(named, named if adapter is None else replace(named, **read_base(adapter)._asdict()), adapter)
+    return named, *find_base(named)
 
 
 def read_positions(config: PreTrainedConfig) -> float:

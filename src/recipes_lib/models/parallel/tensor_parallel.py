@@ -157,8 +157,7 @@ def project_vocabulary_parallel(hidden: Tensor, weight: DTensor, bias: Tensor | 
 
 
 def _count_parts(tensor: torch.Tensor) -> int:
-    names = (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
-    if not isinstance(tensor, DTensor) or "tp" not in names:
+    if not isinstance(tensor, DTensor) or "tp" not in (names := tensor.device_mesh.mesh_dim_names or ()):
         return 1
     dimension = names.index("tp")
     is_cut = isinstance(tensor.placements[dimension], Shard)

@@ -23,7 +23,7 @@ from recipes_lib.models.generation import (
 )
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.rl.monitor import TOLERANCE
-from recipes_lib.rl.policy_loss import PolicyObjective
+from recipes_lib.rl.objectives import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 

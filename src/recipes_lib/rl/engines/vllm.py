@@ -24,6 +24,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import iterate_weights
 from recipes_lib.models.generation import Generated, Generator, Sampling, join_answers
 from recipes_lib.models.inference import preserve_random_states, unwrap_adapter
+from recipes_lib.stopping import StopPendingError
 from recipes_lib.training.layouts.fsdp import is_sharded
 from recipes_lib.training.layouts.launch_environment import configure_vllm
 from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -94,6 +95,8 @@ def engine_errors(doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except StopPendingError:
+        raise
     except Exception as error:  # Engines and clients raise no more specific error.
         raise ConfigError(Problem("use_vllm", f"vLLM failed at {doing}: {explain_failure(error)}", RESUME)) from error
 
@@ -164,27 +167,25 @@ class ColocatedVLLM(Generator):
         Raises:
             ConfigError: The engine failed, or ended an answer before a stop token and before the limit.
         """
-        with preserve_random_states():
-            set_seed(int(uniforms[0, 0] * 2**31))
-            answers = self._answer(prompts)
-        self._sleep()
         with engine_errors("sampling answers"):
+            with preserve_random_states():
+                set_seed(int(uniforms[0, 0] * 2**31))
+                answers = self._answer(prompts)
+            self._sleep()
             return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, names = self._engine, [str(row) for row in range(len(prompts))]
-        with engine_errors("sampling answers"):
-            self._wake("kv_cache")
-            for name, prompt in zip(names, prompts, strict=True):
-                engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters)
+        self._wake("kv_cache")
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters)
         answers: dict[str, tuple[list[int], list[float]]] = {}
         while len(answers) < len(names):
-            with engine_errors("sampling answers"):
-                if not engine.has_unfinished_requests():
-                    raise RuntimeError(f"it ended after {len(answers)} of {len(names)} answers")
-                for request in engine.step():
-                    if request.finished:
-                        answers[request.request_id] = _read(request.outputs[0])
+            if not engine.has_unfinished_requests():
+                raise RuntimeError(f"it ended after {len(answers)} of {len(names)} answers")
+            for request in engine.step():
+                if request.finished:
+                    answers[request.request_id] = _read(request.outputs[0])
             try:
                 self._sampling.beat()
             except BaseException:
@@ -335,16 +336,15 @@ class VLLMBackend(Generator):
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
         answers: dict[int, tuple[list[int], list[float]]] = {}
         pool = ThreadPoolExecutor(max_workers=len(parts))
-        try:
-            waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
-            for done in as_completed(waiting):
-                with engine_errors("sampling answers"):
-                    answers.update(zip(waiting[done], done.result(), strict=True))
-                self._sampling.beat()
-        finally:
-            # A preempted rank does not wait for unfinished answers; requests that were sent cannot be cancelled.
-            pool.shutdown(wait=False, cancel_futures=True)
         with engine_errors("sampling answers"):
+            try:
+                waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
+                for done in as_completed(waiting):
+                    answers.update(zip(waiting[done], done.result(), strict=True))
+                    self._sampling.beat()
+            finally:
+                # A preempted rank does not wait for unfinished answers; requests that were sent cannot be cancelled.
+                pool.shutdown(wait=False, cancel_futures=True)
             return join_answers([answers[row] for row in rows], self._sampling)
 
     def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:

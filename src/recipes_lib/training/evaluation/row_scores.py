@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from recipes_lib.data.packed.encoding import build_encoder
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.adapters.lora import load_adapter
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.scoring import read_positions
@@ -142,10 +141,7 @@ def load_row_scorer(config: RecipeConfig, launch: Launch) -> RowScorer:
     Raises:
         ConfigError: The model cannot be loaded, or its architecture has no loss head.
     """
-    named = config.model
-    adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
-    if adapter is not None:
-        named = dataclasses.replace(named, **read_base(adapter)._asdict())
+    named, adapter = find_base(config.model)
     tokenizer = load_tokenizer(config.model, config.tokens)
     args = build_training_arguments(config, launch, has_eval=False)
     settings, _ = load_model_config(named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from recipes_lib.errors import PreemptedError
-from recipes_lib.models.inference import RandomStates
+from recipes_lib.models.inference import save_random_states
 from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.collectives import gather_objects, is_any
 from recipes_lib.training.guards.step_facts import TrainerView
@@ -90,14 +90,14 @@ class LastStep(TrainerCallback):
     def __init__(self, trainer: TrainerView) -> None:
         """Initialise without a finished step."""
         self._trainer = trainer
-        self._random: RandomStates | None = None
+        self._restore_random: Callable[[], None] | None = None
         self._saved_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Read the checkpoint's step and last evaluation; a resumed run skips ``eval_on_start``."""
-        self._saved_step, self._random = state.global_step, None
+        self._saved_step, self._restore_random = state.global_step, None
         self._trainer.last_evaluated_step = read_evaluation(args, state)[0]
         if state.global_step > 0:
             args.eval_on_start = False
@@ -112,7 +112,7 @@ class LastStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start timing a step."""
-        WATCHDOG.enter("a step" if self._random is not None else "the first step")
+        WATCHDOG.enter("a step" if self._restore_random is not None else "the first step")
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,7 +122,7 @@ class LastStep(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the random states of this step: drawing the next batch changes them before a stop request is seen."""
-        self._random = RandomStates.read()
+        self._restore_random = save_random_states()
         WATCHDOG.finish_step()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -134,7 +134,7 @@ class LastStep(TrainerCallback):
     ) -> None:
         """Save nothing from here on if the model has the best weights, which are not those of the last step."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._random = None
+            self._restore_random = None
 
     def save(self, request: PreemptedError) -> PreemptedError:
         """Save the last finished step unless it is saved as it is, and return the exception for the user; collective.
@@ -147,9 +147,9 @@ class LastStep(TrainerCallback):
         # one of a run needs no record, because it is repeated in any case.
         is_unrecorded = trainer.is_evaluating and not trainer.control.should_training_stop
         is_unsaved = state.global_step > self._saved_step or is_unrecorded
-        if self._random is not None and is_unsaved and trainer.args.save_strategy != SaveStrategy.NO:
+        if self._restore_random is not None and is_unsaved and trainer.args.save_strategy != SaveStrategy.NO:
             # 1. The random states of the end of the step; the next batch has been drawn since.
-            self._random.restore()
+            self._restore_random()
             # 2. Callbacks that prepare a save in ``on_step_end`` if one is due, such as the sums of token counts.
             trainer.control.should_save = True
             for callback in trainer.observer.callbacks:

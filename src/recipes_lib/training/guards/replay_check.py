@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import DataError, DivergedError, Problem
 from recipes_lib.files import read_json, replace_record
-from recipes_lib.models.inference import RandomStates
+from recipes_lib.models.inference import save_random_states
 from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
 from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.step_facts import StepInputs, TrainerView
@@ -158,7 +158,7 @@ class ReplayCheck:
         """Check every ``every`` steps of ``trainer``; ``None``: never."""
         self._trainer = trainer
         self._every = every
-        self._states: RandomStates | None = None
+        self._restore_random: Callable[[], None] | None = None
         self._is_logged = False
 
     def begin(self, step: int) -> None:
@@ -167,12 +167,12 @@ class ReplayCheck:
         Raises:
             DivergedError: The weights of a rank differ.
         """
-        self._states = None
+        self._restore_random = None
         if self._every is None or step % self._every:
             return
         self._compare_weights(step)
         if self._trainer.args.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
-            self._states = RandomStates.read()
+            self._restore_random = save_random_states()
         elif not self._is_logged:
             self._is_logged = True
             self._trainer.observer.progress.say(
@@ -189,12 +189,12 @@ class ReplayCheck:
         Raises:
             DivergedError: A loss or a gradient differs.
         """
-        if self._states is None:
+        if self._restore_random is None:
             return
         named = self._trainer.model.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.grad is not None}
         gradients = {name: parameter.grad for name, parameter in trained.items()}
-        after = RandomStates.read()
+        restore = save_random_states()
         # With fp16's loss scaler the gradients are already unscaled, so that the reference is computed again as well.
         is_scaled = self._trainer.accelerator.scaler is not None
         first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
@@ -205,7 +205,7 @@ class ReplayCheck:
             self._blame(found, trained, inputs)
         for name, parameter in trained.items():
             parameter.grad = gradients[name]
-        after.restore()
+        restore()
 
     def _blame(self, found: list[list[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> NoReturn:
         """Blame the rank whose loss changed, or whose gradients differ without the reduction over ranks.
@@ -232,8 +232,8 @@ class ReplayCheck:
         """
         trainer = self._trainer
         model: Any = trainer.model_wrapped
-        assert self._states is not None
-        self._states.restore()
+        assert self._restore_random is not None
+        self._restore_random()
         for parameter in trained.values():
             parameter.grad = None
         with trainer.uncounted_pass():

@@ -1,4 +1,4 @@
-"""Policy and value losses with gradients, compared with values computed by hand and TRL's GRPO and RLOO."""
+"""Advantages, returns, policy and value losses with gradients, compared by hand, with numpy and with TRL's trainers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from tests.rl.test_rollout import build_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes_lib.config.schema import PPOConfig
 from recipes_lib.config.table import load_table
-from recipes_lib.rl.policy_loss import (
+from recipes_lib.rl.methods import compute_targets
+from recipes_lib.rl.objectives import (
     PolicyObjective,
+    adapt_kl_coef,
+    compute_advantages,
+    compute_group_advantages,
     compute_importance_weights,
+    compute_leave_one_out_advantages,
     compute_normaliser,
     compute_policy_loss,
+    compute_rewards,
     compute_value_loss,
+    estimate_kl,
+    penalise_missing_end,
+    whiten,
 )
 
 
@@ -282,3 +293,225 @@ def test_kl_ref_metric_is_sum_of_k3(upstream):
     _, got = compute_policy_loss(logps, old, advantages[:, None], is_token, objective, normaliser=1, ref_logps=ref)
     k3 = ((ref - logps).exp() - (ref - logps) - 1)[is_token]
     assert got["kl_ref"].item() == pytest.approx(k3.sum().item(), rel=1e-4)
+
+
+REWARDS, VALUES, ALL = tensor([0.0, 0.0, 1.0]), tensor([0.5, 0.6, 0.7]), mask((1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "advantages", "returns"),
+    [
+        (1.0, 0.95, (0.46575, 0.385, 0.3), (0.96575, 0.985, 1.0)),
+        (1.0, 1.0, (0.5, 0.4, 0.3), (1.0, 1.0, 1.0)),
+        (1.0, 0.0, (0.1, 0.1, 0.3), (0.6, 0.7, 1.0)),
+        (0.9, 0.8, (0.21712, 0.246, 0.3), (0.71712, 0.846, 1.0)),
+    ],
+)
+def test_gae_matches_values_computed_by_hand(gamma, lam, advantages, returns):
+    got = compute_advantages(REWARDS, VALUES, ALL, gamma=gamma, lam=lam)
+    torch.testing.assert_close(got[0], tensor(advantages), rtol=0, atol=1e-12)
+    torch.testing.assert_close(got[1], tensor(returns), rtol=0, atol=1e-12)
+
+
+def test_score_is_added_at_last_token():
+    """One position later, with a value of 0.8 there, the first advantage would be 0.456725."""
+    got, _ = compute_advantages(REWARDS, VALUES, ALL, gamma=1.0, lam=0.95)
+    assert got[0, 0] == pytest.approx(0.46575)
+    rewards = compute_rewards(tensor([2.0, 3.0])[0], tensor([0.0] * 3, [0.0] * 3), mask((1, 1, 0), (1, 1, 1)), 0.1)
+    assert rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
+
+
+def test_gae_skips_padding_and_masked_gaps():
+    expected, _ = compute_advantages(REWARDS, VALUES, ALL, gamma=0.9, lam=0.8)
+    padded, returns = compute_advantages(
+        tensor([0.0, 0.0, 1.0, 9.0, 9.0]), tensor([0.5, 0.6, 0.7, 5.0, 5.0]), mask((1, 1, 1, 0, 0)), gamma=0.9, lam=0.8
+    )
+    assert torch.equal(padded[:, :3], expected)
+    assert not padded[:, 3:].any()
+    assert not returns[:, 3:].any()
+    gap, _ = compute_advantages(
+        tensor([0.0, 0.0, 9.0, 1.0]), tensor([0.5, 0.6, 5.0, 0.7]), mask((1, 1, 0, 1)), gamma=0.9, lam=0.8
+    )
+    assert torch.equal(gap[:, [0, 1, 3]], expected)
+
+
+def test_rewards_sum_to_score_minus_kl_penalty():
+    random = np.random.default_rng(1)
+    kl, scores = random.normal(size=(3, 5)), random.normal(size=3)
+    lengths = np.array([5, 1, 3])
+    is_token = np.arange(5)[None] < lengths[:, None]
+    rewards = compute_rewards(torch.from_numpy(scores), torch.from_numpy(kl), torch.from_numpy(is_token), 0.3)
+    np.testing.assert_allclose(rewards.sum(1).numpy(), scores - 0.3 * (kl * is_token).sum(1), atol=1e-12)
+    assert not rewards[~torch.from_numpy(is_token)].any()
+
+
+def test_whiten_uses_biased_variance_and_ignores_padding():
+    white = whiten(tensor([1.0, 2.0, 3.0, 100.0]), mask((1, 1, 1, 0)))
+    torch.testing.assert_close(white, tensor([-1.2247449, 0.0, 1.2247449, 0.0]), rtol=0, atol=1e-7)
+    rows = whiten(tensor([1.0, 2.0], [3.0, 100.0]), mask((1, 1), (1, 0)))
+    torch.testing.assert_close(rows, tensor([-1.2247449, 0.0], [1.2247449, 0.0]), rtol=0, atol=1e-7)
+    kept = whiten(tensor([1.0, 2.0, 3.0]), ALL, shift_mean=False)
+    torch.testing.assert_close(kept, tensor([0.7752551, 2.0, 3.2247449]), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("values", [[5.0], [5.0, 5.0]])
+def test_whiten_maps_constant_values_to_zero(values):
+    assert not whiten(tensor(values), torch.ones(1, len(values), dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.150768), (6.0, 0.15), (3.0, 0.149232), (6.6, 0.150384)])
+def test_kl_coef_adapts_to_target_with_clipped_error(kl, expected):
+    adaptive, fixed = (PPOConfig(kl_target_per_sequence=target, kl_horizon=10_000) for target in (6.0, None))
+    assert adapt_kl_coef(0.15, kl, 256, adaptive) == pytest.approx(expected, abs=1e-9)
+    assert adapt_kl_coef(0.15, kl, 256, fixed) == 0.15
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(0.0, 0.12), (60.0, 0.18)])
+def test_kl_coef_stays_positive_with_more_answers_than_horizon(kl, expected):
+    """With 8 times the horizon and without the bound, the first would be -0.09."""
+    config = PPOConfig(kl_target_per_sequence=6.0, kl_horizon=128)
+    assert adapt_kl_coef(0.15, kl, 1024, config) == pytest.approx(expected)
+
+
+P, Q = tensor([0.5, 0.3, 0.2])[0], tensor([0.2, 0.5, 0.3])[0]
+
+
+def test_only_k1_as_reward_has_the_gradient_of_kl():
+    """As a reward, an estimator's gradient is sum_a p(a) grad log p(a) k(a); only k1's is that of KL(p || q)."""
+    k1 = estimate_kl(P.log(), Q.log())
+    torch.testing.assert_close(k1, tensor([0.916291, -0.510826, -0.405465])[0], rtol=0, atol=1e-6)
+    assert (P * k1).sum().item() == pytest.approx(0.223805, abs=1e-6)
+
+    logits = P.log().requires_grad_()
+    p = logits.softmax(0)
+    (p * (p / Q).log()).sum().backward()
+    expected = torch.tensor([0.346243, -0.220389, -0.125854], dtype=torch.float64)
+    torch.testing.assert_close(logits.grad, expected, rtol=0, atol=1e-6)
+
+    def gradient_as_reward(k: torch.Tensor) -> torch.Tensor:
+        logits = P.log().requires_grad_()
+        (P * logits.log_softmax(0) * k).sum().backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    k2, k3 = k1**2 / 2, Q / P - 1 + k1
+    torch.testing.assert_close(gradient_as_reward(k1), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradient_as_reward(k3), expected + Q - P, rtol=0, atol=1e-6)
+    wrong = torch.tensor([0.077158, -0.040502, -0.036656], dtype=torch.float64)
+    torch.testing.assert_close(gradient_as_reward(k2), wrong, rtol=0, atol=1e-6)
+
+
+def test_missing_end_penalty_applies_to_truncated_answers():
+    assert penalise_missing_end(tensor([1.0, 1.0])[0], mask((1, 0))[0], 0.75).tolist() == [1.0, 0.25]
+
+
+GROUP, NUM_ANSWERS = 4, 16
+# Groups without any reward, with a single reward, with equal rewards, and with a missing reward.
+KNOWN = [None] * 4 + [None, None, 0.5, None] + [2.0] * 4 + [1.0, None, -3.0, 0.25]
+
+
+def compute_by_trl(monkeypatch, policy_dir, tmp_path, trainer, arguments, **keys):
+    """Return the advantages that TRL's trainer computes from ``KNOWN``."""
+    taken = []
+    module = f"trl.trainer.{'grpo' if trainer is trl.GRPOTrainer else 'rloo'}_trainer"
+    monkeypatch.setattr(f"{module}.shuffle_sequence_dict", lambda batch: batch)
+    compute = trainer._compute_loss
+
+    def record(self, model, inputs):
+        taken.append(inputs["advantages"])
+        return compute(self, model, inputs)
+
+    monkeypatch.setattr(trainer, "_compute_loss", record)
+    args = arguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        num_generations=GROUP,
+        per_device_train_batch_size=NUM_ANSWERS,
+        max_completion_length=2,
+        max_steps=1,
+        **{"beta": 0.0, **keys},
+    )
+    trainer(
+        model=AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32),
+        args=args,
+        reward_funcs=lambda completions, **_: KNOWN,
+        train_dataset=Dataset.from_dict({"prompt": ["w1", "w2", "w3", "w4"]}),
+        processing_class=AutoTokenizer.from_pretrained(policy_dir),
+    ).train()
+    return torch.cat(taken)
+
+
+def known_rewards():
+    return torch.tensor([np.nan if reward is None else reward for reward in KNOWN])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_advantages_match_trl_grpo(monkeypatch, policy_dir, tmp_path, scale):
+    expected = compute_by_trl(monkeypatch, policy_dir, tmp_path, trl.GRPOTrainer, trl.GRPOConfig, scale_rewards=scale)
+    got = compute_group_advantages(known_rewards(), GROUP, scale=scale)
+    assert got.abs().max() > 0.5
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_leave_one_out_advantages_match_trl_rloo(monkeypatch, policy_dir, tmp_path, normalize):
+    keys = {"normalize_advantages": normalize}
+    expected = compute_by_trl(monkeypatch, policy_dir, tmp_path, trl.RLOOTrainer, trl.RLOOConfig, **keys)
+    got = compute_leave_one_out_advantages(known_rewards(), GROUP, normalize=normalize)
+    assert got.abs().max() > 0.5
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ppo_targets_match_definition_in_numpy():
+    """Advantages are whitened, returns are not; the total has penalty and KL."""
+    rollout, config = build_rollout([(3, 4), (2, 1), (2, 3)]), PPOConfig(gamma=0.9, lam=0.8)
+    targets = compute_targets(rollout, config, 0.5, 0.1)
+    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).double().numpy()
+    scores = rollout.scores.double().numpy() - 0.5 * (~rollout.finished).numpy()
+    np.testing.assert_allclose(targets.total, scores - 0.1 * kl.sum(1), atol=1e-6)
+    advantages = np.zeros(kl.shape)
+    for row, length in enumerate([4, 1, 3]):
+        rewards, values = -0.1 * kl[row, :length], np.append(rollout.values[row, :length].double().numpy(), 0)
+        rewards[-1] += scores[row]
+        deltas = rewards + 0.9 * values[1:] - values[:-1]
+        for t in range(length):
+            advantages[row, t] = sum(0.72 ** (k - t) * deltas[k] for k in range(t, length))
+    mask = rollout.mask.numpy()
+    np.testing.assert_allclose(targets.rollout.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
+    kept = advantages[mask]
+    np.testing.assert_allclose(targets.rollout.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
+
+
+def test_whiten_rewards_keeps_mean_of_rewards():
+    """Rewards are scaled around their mean, which is part of the objective."""
+    rollout = build_rollout([(3, 4), (2, 1), (2, 3)])
+    plain, whitened = (
+        compute_targets(rollout, PPOConfig(gamma=1.0, lam=1.0, whiten_rewards=whiten), 0.5, 0.1)
+        for whiten in (False, True)
+    )
+    # With gamma = lam = 1, the difference of consecutive returns is the reward of a token.
+    after = torch.nn.functional.pad(plain.rollout.returns, (0, 1))[:, 1:]
+    rewards = (plain.rollout.returns - after)[rollout.mask].double().numpy()
+    white = (rewards - rewards.mean()) / rewards.std() + rewards.mean()
+    expected = np.zeros(rollout.mask.shape)
+    expected[rollout.mask.numpy()] = white
+    # A return is the sum of rewards from its token to the end.
+    expected = expected[:, ::-1].cumsum(1)[:, ::-1] * rollout.mask.numpy()
+    assert abs(rewards.mean()) > 0.1
+    np.testing.assert_allclose(whitened.rollout.returns, expected, atol=1e-5)
+    assert torch.equal(whitened.total, plain.total)
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_unscored_answers_do_not_change_targets_of_others(whiten_rewards):
+    rollout, config = build_rollout([(3, 4), (2, 5), (2, 3), (4, 2)]), PPOConfig(whiten_rewards=whiten_rewards)
+    scored = torch.tensor([True, False, True, True])
+    among = compute_targets(dataclasses.replace(rollout, scored=scored), config, 0.5, 0.1)
+    alone = compute_targets(rollout.take([0, 2, 3]), config, 0.5, 0.1)
+    torch.testing.assert_close(among.rollout.advantages[scored, :4], alone.rollout.advantages)
+    torch.testing.assert_close(among.rollout.returns[scored, :4], alone.rollout.returns)
+    torch.testing.assert_close(among.total[scored], alone.total)
+    assert not among.rollout.advantages[~scored].any()
