@@ -169,6 +169,7 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),
         (RuntimeError("CUDA driver error: operation not supported"), "PYTORCH_ALLOC_CONF=expandable_segments:False"),
         (IndexError("index out of range in self"), "token ids: an index exceeds its table"),
+        (ValueError("DebugUnderflowOverflow: inf/nan detected, aborting"), "debug: a layer has infinite values or NaN"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),

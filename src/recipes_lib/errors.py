@@ -63,6 +63,11 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "the shared memory of this machine or container is full or not writable",
         "enlarge it (`docker run --shm-size 16g`, or `--ipc host`), or write dataloader_num_workers: 0",
     ),
+    "DebugUnderflowOverflow: inf/nan detected": (
+        "debug",
+        "a layer has infinite values or NaN",
+        "the lines above have the values of the last layers",
+    ),
     r"DataLoader worker \(pid": (
         "dataloader_num_workers",
         "a process that loads data has ended",
