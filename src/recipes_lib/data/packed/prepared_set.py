@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -48,7 +49,7 @@ from recipes_lib.data.sources.replay_dataset import (
     find_replay_warning,
     find_replayed,
 )
-from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.splits import refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
 from recipes_lib.errors import ConfigError, Problem, collect_problems, merge_alike, raise_problems
 
@@ -259,11 +260,8 @@ def separate_sides(
     kinds = [(train.digests, held_out.digests, "are held-out rows too")]
     kinds += [(groups(train), groups(held_out), relation)] if relation else []
     for train_digests, eval_digests, what in () if config.data.allow_eval_overlap else kinds:
-        overlap = find_overlap(train_digests, eval_digests)
-        train_places = train.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
         with collect_problems(problems):
-            refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
+            refuse_overlap(train_digests, eval_digests, train.find_places, held_out.find_places, what)
     raise_problems(problems, "dataset_test_split")
     return sides
 
@@ -543,13 +541,9 @@ def _refuse_overlap(
     digested = [_digest_rows(rows) for _, rows in held_out if trained]
     for config, prepared in trained if held_out else ():  # To digest all rows takes minutes.
         train_digests, train_ids = _digest_rows(prepared.train)
+        find_train_places = partial(load_train_data(config.data, seed=read_seed(config)).find_places, train_ids)
         for (mixture, _), (eval_digests, eval_ids) in zip(held_out, digested, strict=True):
-            overlap = find_overlap(train_digests, eval_digests)
-            # From positions in the prepared sets to positions in the mixtures, whose locations can be looked up.
-            pairs = [(int(train_ids[train]), int(eval_ids[test])) for train, test in overlap.pairs]
-            places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
-            test_places = mixture.find_places({test for _, test in pairs})
-            overlap = Overlap(overlap.num_rows, pairs)
+            find_eval_places = partial(mixture.find_places, eval_ids)
             with collect_problems(problems):
-                refuse_overlap(overlap, places.__getitem__, test_places.__getitem__, relation=relation)
+                refuse_overlap(train_digests, eval_digests, find_train_places, find_eval_places, relation)
     raise_problems(problems, "allow_eval_overlap")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,14 +13,13 @@ from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
 from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
-from recipes_lib.data.sources.splits import Digests, count_duplicates
+from recipes_lib.data.sources.splits import Digests, FindPlaces, count_duplicates
 from recipes_lib.errors import Problem, raise_problems
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
 """Share of rows without targets above which they are an error instead of a warning."""
 
 Severity = Literal["ok", "warning", "error"]
-FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
