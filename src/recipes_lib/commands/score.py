@@ -177,7 +177,7 @@ def _score(
     Raises:
         DataError: A row cannot be tokenised.
     """
-    from recipes_lib.data.pairs.pair_encoding import take_rejected
+    from recipes_lib.data.pairs.preference_sets import take_rejected
 
     while chunk := list(itertools.islice(rows, ROWS_PER_CHUNK)):
         answers = {columns.prefix: scorer.score([row for row, _ in chunk])}

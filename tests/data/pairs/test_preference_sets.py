@@ -12,8 +12,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs import preference_sets
-from recipes_lib.data.pairs.pair_encoding import PairEncoder
-from recipes_lib.data.pairs.preference_sets import identify_pairs, load_pair_data, prepare_pairs
+from recipes_lib.data.pairs.preference_sets import encode_pairs, identify_pairs, load_pair_data, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -62,7 +61,7 @@ def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format="preference"))
     rows = list(load_train_data(config.data).rows())
     return {
-        number: [ids.tolist() for ids in PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])[0][:3]]
+        number: [ids.tolist() for ids in encode_pairs(RowEncoder(tokenizer), [row])[0][:3]]
         for number, row in enumerate(rows)
     }
 

@@ -138,6 +138,9 @@ class RowEncoder:
             a beginning that still has, because to tokenise 100 MB takes minutes. Only for tokenizers that preserve the
             text; ``None`` for no limit.
         cuts: False: such a text is an error.
+
+    Attributes:
+        tokenizer: The tokenizer.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class RowEncoder:
         max_length: int | None = None,
         cuts: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._loss_on = loss_on
         self._chat_template = chat_template
@@ -227,11 +230,11 @@ class RowEncoder:
 
     def _template(self, with_tools: bool) -> ChatTemplate:
         try:
-            source = self._tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
+            source = self.tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
         except ValueError as error:
             remedy = "set chat_template_path: recipes/configs/chat_templates/zephyr.jinja needs no new tokens"
             raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
-        variables = dict(self._tokenizer.special_tokens_map)
+        variables = dict(self.tokenizer.special_tokens_map)
         if self._eos_token is not None:
             variables["eos_token"] = self._eos_token
         try:
@@ -243,7 +246,7 @@ class RowEncoder:
         with_tools = bool(row.tools)
         if with_tools not in self._finders:
             template = self._template(with_tools)
-            ends = {token for token in (self._eos, self._tokenizer.eos_token) if token is not None}
+            ends = {token for token in (self._eos, self.tokenizer.eos_token) if token is not None}
             self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token, ends)
         return self._finders[with_tools]
 
@@ -259,7 +262,7 @@ class RowEncoder:
             turn = completion if completion.endswith(self._eos) else completion + self._eos
             refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
             text = row.prompt + completion
-            remarks = [Remark.PLAIN_TEXT] if self._chat_template or self._tokenizer.chat_template else []
+            remarks = [Remark.PLAIN_TEXT] if self._chat_template or self.tokenizer.chat_template else []
             draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))], remarks)
         else:
             draft = _Draft(row, row.text or "", None)

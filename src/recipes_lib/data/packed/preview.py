@@ -149,15 +149,14 @@ def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], 
 
 def _show_pairs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
     """Yield two rows of each pair: the prompt with the chosen and with the rejected answer."""
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
-    from recipes_lib.data.pairs.preference_sets import read_as_pairs
+    from recipes_lib.data.pairs.preference_sets import encode_pairs, read_as_pairs
 
     data = read_as_pairs(config).data
     rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
-    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+    encoder = build_encoder(config, tokenizer)
 
     def show(row: Row) -> Shown:
-        ((prompt, *answers, _),) = encoder.encode([row])
+        ((prompt, *answers, _),) = encode_pairs(encoder, [row])
         named = zip(("chosen", "rejected"), answers, strict=True)
         return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -37,19 +38,130 @@ from recipes_lib.data.packed.supervision_audit import (
     check_remarks,
     summarize_lengths,
 )
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.sources.splits import compute_digests, count_duplicates
 from recipes_lib.data.store import PreparedSet
-from recipes_lib.errors import ConfigError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder
+    from recipes_lib.data.chat.encoder import RowEncoder
 
 _SHARES_PROMPT: Final = "have the prompt of a held-out row"
 """Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
+
+
+TokenIds = npt.NDArray[np.uint32]
+
+
+class EncodedPair(NamedTuple):
+    """A tokenised pair; the model reads ``prompt_ids`` followed by either answer.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt, including the generation prompt; at least one, ``uint32``.
+        chosen_ids: Token ids of the chosen answer, up to and including its end token; at least one, ``uint32``.
+        rejected_ids: Token ids of the rejected answer, in the same form.
+        remarks: Remarks on the row with either answer, for the audit.
+    """
+
+    prompt_ids: TokenIds
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    remarks: Collection[Remark] = ()
+
+
+def encode_pairs(encoder: RowEncoder, rows: Sequence[Row]) -> list[EncodedPair]:
+    """Return the token ids of each pair, in order.
+
+    An answer has the target tokens of fine-tuning: those from the end of the generation prompt to the end token.
+    Text that the template writes after it is dropped. The separately tokenised prompt is verified to be a prefix of
+    both texts, token by token.
+
+    Args:
+        encoder: Encoder that renders, tokenises and masks each answer as in fine-tuning, with ``loss_on`` unset.
+        rows: Rows of the layout ``preference``.
+
+    Raises:
+        DataError: Rows cannot be rendered, tokenised or masked exactly; have no prompt, an answer that is not one
+            assistant turn, or one that does not continue the prompt. Has the problems of all rows.
+
+    Source: ``RowEncoder``; ``tests/data/pairs/test_pair_encoding.py`` compares with rendering and tokenisation by
+    transformers.
+    """
+    problems = [problem for row in rows if (problem := _check_turns(row))]
+    valid = [row for row in rows if not _check_turns(row)] if problems else rows
+    answers: list[EncodedRow] = []
+    try:
+        # Chosen and rejected answers alternate, in a single call, in which the tokenizer is parallel.
+        answers = encoder.encode([row for pair in valid for row in (pair, take_rejected(pair))])
+    except DataError as error:
+        problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs with both answers.
+    pairs = []
+    # After an error `answers` is empty, and no pair is joined.
+    for row, chosen, rejected in zip(valid, answers[::2], answers[1::2], strict=False):
+        with collect_problems(problems):
+            pairs.append(_join_pair(encoder, row, chosen, rejected))
+    if problems:
+        raise DataError(*problems)
+    return pairs
+
+
+def _join_pair(encoder: RowEncoder, row: Row, chosen: EncodedRow, rejected: EncodedRow) -> EncodedPair:
+    prompt = encoder.encode_prompt(row)
+    if not len(prompt):
+        found = "the prompt has no token that could predict the first token of an answer"
+        raise DataError(Problem(row.where, found, "write a prompt, or remove the row"))
+    answers = {"chosen": chosen, "rejected": rejected}
+    cuts = [_cut_answer(encoder, row, name, prompt, answer) for name, answer in answers.items()]
+    remarks = tuple(dict.fromkeys([*chosen.remarks, *rejected.remarks]))
+    return EncodedPair(prompt, cuts[0], cuts[1], remarks)
+
+
+def _cut_answer(encoder: RowEncoder, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
+    """Return the tokens of an answer, from the first one after the prompt to the last target."""
+    ids, targets = answer.input_ids, np.flatnonzero(answer.loss_mask)
+    if not np.array_equal(ids[: len(prompt)], prompt):
+        raise _refuse_prefix(encoder, row, name, prompt, ids)
+    if not len(targets) or (targets != len(prompt) + np.arange(len(targets))).any():
+        found = f"the targets of `{name}` are not contiguous from the end of the generation prompt"
+        remedy = "let {% generation %} enclose what the chat template writes after its generation prompt"
+        raise DataError(Problem(row.where, found, remedy))
+    return ids[len(prompt) : len(prompt) + len(targets)]
+
+
+def _refuse_prefix(encoder: RowEncoder, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
+    shared = min(len(prompt), len(ids))
+    at = int(np.argmax(np.append(prompt[:shared] != ids[:shared], True)))
+    expected, written = (encoder.tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
+    found = f"`{name}` does not begin with the prompt: token {at} starts {written!r} instead of {expected!r}"
+    if row.messages is None:
+        remedy = "move the white space at the end of the prompt to the start of both answers"
+    else:
+        template = "let the chat template write its generation prompt before every answer (chat_template_path)"
+        remedy = f"{Remark.OTHER_OPENING.remedy}; otherwise {template}"
+    return DataError(Problem(row.where, found, remedy))
+
+
+def _check_turns(row: Row) -> Problem | None:
+    assert row.rejected is not None, "not a row of the `preference` layout"
+    if row.messages is None:
+        return None
+    for name, turns in (("chosen", row.messages[row.num_prompt_messages :]), ("rejected", row.rejected)):
+        if len(turns) != 1:
+            found = f"`{name}` has {len(turns)} messages after the prompt, and an answer is one assistant turn"
+            return Problem(row.where, found, "end both chats with the first turn in which they differ")
+    return None
+
+
+def take_rejected(row: Row) -> Row:
+    """Return the row with its rejected answer in place of the chosen one."""
+    if isinstance(row.rejected, str):
+        return replace(row, completion=row.rejected)
+    assert row.messages is not None
+    assert row.rejected is not None
+    return replace(row, messages=[*row.messages[: row.num_prompt_messages], *row.rejected])
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
@@ -107,15 +219,15 @@ def read_as_pairs(config: RecipeConfig) -> RecipeConfig:
     return replace(config, data=data)
 
 
-def _encode_pairs(
-    encoder: PairEncoder, rows: Sequence[Row], row_ids: Sequence[int]
+def _encode_examples(
+    encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]
 ) -> tuple[Examples, dict[str, npt.NDArray[Any]]]:
     """Encode each pair as one example: prompt, chosen and rejected answer, concatenated, with the answers as targets.
 
     Raises:
         DataError: Rows cannot be tokenised or masked.
     """
-    pairs, examples = encoder.encode(rows), []
+    pairs, examples = encode_pairs(encoder, rows), []
     for pair in pairs:
         ids = np.concatenate(pair[:3])
         examples.append(EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids), pair.remarks))
@@ -141,16 +253,13 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
     """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    # Imports transformers, which is slow and not needed to find an existing set.
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder
-
     # Of a cut text, the answer could be lost, so that only an error can be found early.
     limit = config.tokens.max_length if config.tokens.overlong == "error" else None
-    encoder = PairEncoder(build_encoder(config, tokenizer, limit), tokenizer)
+    encoder = build_encoder(config, tokenizer, limit)
     read, broken = encode_sides(
         config,
         identity,
-        lambda rows, row_ids: _encode_pairs(encoder, rows, row_ids),
+        partial(_encode_examples, encoder),
         file,
         _describe_overlong,
         lambda side: count_tokens(side).lengths,
@@ -417,7 +526,7 @@ def count_tokens(pairs: EncodedMixture) -> PairTokens:
     """Return the lengths of the parts of each pair.
 
     Args:
-        pairs: Pairs as encoded by ``_encode_pairs``, with the column ``num_chosen``, tokens of each chosen answer.
+        pairs: Pairs as encoded by ``_encode_examples``, with the column ``num_chosen``, tokens of each chosen answer.
     """
     answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
     return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
