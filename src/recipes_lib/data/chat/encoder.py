@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -189,12 +189,11 @@ class RowEncoder:
         for row in rows:
             with collect_problems(problems):
                 drafts.append(self._draft(row))
-        ids, cuts = self._tokenize(drafts)
         claims: list[Claim] = []
         encoded: list[EncodedRow] = []
-        for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
+        for draft, tokens in zip(drafts, self._tokenize(drafts), strict=True):
             with collect_problems(problems):
-                encoded.append(self._mask(draft, text_ids, text_cuts, claims))
+                encoded.append(self._mask(draft, *tokens, claims))
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
@@ -288,24 +287,31 @@ class RowEncoder:
             self._backend.no_truncation()
             self._backend.no_padding()
 
-    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
-        """Return the token ids of each draft, and the number of tokens before each of its ``places``."""
+    def _tokenize(
+        self, drafts: Sequence[_Draft]
+    ) -> Iterable[tuple[npt.NDArray[np.uint32], list[int] | None, Encoding | None]]:
+        """Return the token ids of each draft, and where its places are: as ``ByteEnds.cut``, or in its encoding."""
         self._reset_backend()
         texts = [draft.text for draft in drafts]
-        if self._byte_ends is not None:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-            return ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts])
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        # The fast form computes no character offsets.
+        encode = self._backend.encode_batch_fast if self._byte_ends else self._backend.encode_batch
+        encodings = encode(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        return ids, [self._try_cut(*pair) for pair in zip(drafts, encodings, strict=True)]
+        if self._byte_ends is None:
+            return zip(ids, repeat(None), encodings, strict=False)
+        return zip(ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts]), repeat(None), strict=False)
 
     def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
         return ids if has_prefix else np.concatenate([self._prefix, ids])
 
     def _mask(
-        self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
+        self,
+        draft: _Draft,
+        text_ids: npt.NDArray[np.uint32],
+        cuts: list[int] | None,
+        encoding: Encoding | None,
+        claims: list[Claim],
     ) -> EncodedRow:
         """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
         is_plain = draft.row.messages is None
@@ -324,7 +330,7 @@ class RowEncoder:
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
-            cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
+            cuts = self._cut(draft, encoding or self._backend.encode(draft.text, add_special_tokens=False))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         # `cuts` count tokens of the text, without the prefix; the appended EOS of a plain row is a target.
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
@@ -332,31 +338,15 @@ class RowEncoder:
             claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
 
-    def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:
-        try:
-            return self._cut(draft, encoding)
-        except DataError:
-            return None  # `_mask` repeats the call, and raises.
-
     def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
         """Return the number of tokens before each of the draft's ``places``."""
-        cuts = []
-        for at in draft.places:
-            try:
-                cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
-            except MergedTokenError as error:
-                raise _merged(draft, error, at) from error
-        return cuts
-
-
-def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
-    left, right = draft.text[error.start : at], draft.text[at : error.end]
-    found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
-    if draft.row.messages is None:
-        remedy = "move the white space at the end of the prompt to the start of the completion"
-    else:
-        remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
-    return DataError(Problem(draft.row.where, found, remedy))
+        try:
+            return [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
+        except MergedTokenError as error:
+            remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+            if draft.row.messages is None:
+                remedy = "move the white space at the end of the prompt to the start of the completion"
+            raise DataError(Problem(draft.row.where, f"{error}, and only one of them is trained on", remedy)) from error
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:

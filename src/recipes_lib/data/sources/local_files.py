@@ -399,7 +399,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
     """
     with path.open("rb") as file:
         before = _describe(file.fileno())
-        if before["size"] < MIN_BYTES:
+        if before["st_size"] < MIN_BYTES:
             return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
@@ -409,7 +409,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
                 return bytes.fromhex(cached["sha256"])
         digest = bytes.fromhex(hash_file(file))
         # Not cached while the file is being written, or if it changed so recently that `_SETTLED_NS` applies.
-        if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
+        if _describe(file.fileno()) == before and time.time_ns() - before["st_ctime_ns"] > _SETTLED_NS:
             with suppress(OSError):  # Without a cache, the next process hashes the file again.
                 entry.parent.mkdir(parents=True, exist_ok=True)
                 replace_record(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
@@ -418,10 +418,4 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
 
 def _describe(descriptor: int) -> dict[str, int]:
     status = os.fstat(descriptor)
-    return {
-        "device": status.st_dev,
-        "inode": status.st_ino,
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-    }
+    return {name: getattr(status, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")}
