@@ -153,8 +153,8 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
     Raises:
         DataError: As ``read_rows``.
     """
-    from recipes_lib.data.sources.broken_rows import BrokenRows
     from recipes_lib.data.sources.canonical import read_entries
+    from recipes_lib.data.sources.rows import BrokenRows
 
     columns: dict[str, Any] = {}
 

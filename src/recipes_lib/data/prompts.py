@@ -22,11 +22,10 @@ from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map
 from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
 from recipes_lib.data.packed.supervision_audit import Finding
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Message, RawRow, Row
+from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
 from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems

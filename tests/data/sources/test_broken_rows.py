@@ -13,9 +13,8 @@ from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
-from recipes_lib.data.sources import broken_rows
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources import rows as rows_module
+from recipes_lib.data.sources.rows import BrokenRows, Row, encode_valid
 from recipes_lib.errors import DataError, Problem
 
 QUESTION = {"role": "user", "content": "Which?"}
@@ -150,7 +149,7 @@ def endless():
 
 
 def test_endless_stream_of_broken_rows_stops(monkeypatch):
-    monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
+    monkeypatch.setattr(rows_module, "_MIN_ROWS", 50)
     for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
         broken = BrokenRows(tokens, is_stream=True)
         assert list(broken.filter_valid(endless())) == []

@@ -28,9 +28,8 @@ from rich.text import Text
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.data.sources.rows import BrokenRows, Row, Source, encode_valid
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems

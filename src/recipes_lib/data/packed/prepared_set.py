@@ -40,7 +40,6 @@ from recipes_lib.data.packed.supervision_audit import (
     refuse_errors,
     sort_findings,
 )
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
@@ -49,6 +48,7 @@ from recipes_lib.data.sources.replay_dataset import (
     find_replay_warning,
     find_replayed,
 )
+from recipes_lib.data.sources.rows import BrokenRows
 from recipes_lib.data.sources.splits import refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
 from recipes_lib.errors import ConfigError, Problem, collect_problems, merge_alike, raise_problems

@@ -32,9 +32,8 @@ from recipes_lib.data.packed.supervision_audit import (
     refuse_errors,
     sort_findings,
 )
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import BrokenRows, Row, encode_valid
 from recipes_lib.data.sources.splits import Digests, FindPlaces, compute_digests, compute_row_digest, refuse_overlap
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import DataError, merge_alike, raise_problems
