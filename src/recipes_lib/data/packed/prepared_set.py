@@ -82,6 +82,10 @@ class SetIdentity(NamedTuple):
     test: Mixture | None
 
 
+BuiltSet = tuple[Mapping[str, "pa.RecordBatchReader"], dict[str, Any]]
+Build = Callable[[RecipeConfig, "PreTrainedTokenizerBase", SetIdentity, TokenFile], BuiltSet]
+
+
 def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
     """Find the prepared set of a run, or build it; an existing set is found without loading a tokenizer.
 
@@ -95,24 +99,21 @@ def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank
         DataError: Rows are broken, too long, without targets, or both trained on and held out; the set cannot be
             written; on other ranks, local rank 0 has not built the set.
     """
-    identity = identify_set(config)
-    return prepare_set(
-        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
-    )
+    return prepare_set(config, load_tokenizer, identify_set(config), _build, local_rank)
 
 
 def prepare_set(
-    identity: SetIdentity,
-    build: Callable[[TokenFile], tuple[Mapping[str, pa.RecordBatchReader], dict[str, Any]]],
-    *,
-    local_rank: int,
+    config: RecipeConfig, load_tokenizer: TokenizerLoader, identity: SetIdentity, build: Build, local_rank: int
 ) -> PreparedSet:
     """Find a prepared set, or build it, with memory that does not grow with the number of its tokens.
 
     Args:
+        config: Configuration of the run.
+        load_tokenizer: Function that loads the tokenizer; called only to build the set.
         identity: Identity of the set.
-        build: Function of a file for tokens, which stays open until the rows are written. Returns the rows of each
-            split, which are consumed once, and the entries of the manifest other than ``key`` and ``inputs``.
+        build: Function of the configuration, the tokenizer, the identity, and a file for tokens, which stays open until
+            the rows are written. Returns the rows of each split, which are consumed once, and the entries of the
+            manifest other than ``key`` and ``inputs``.
         local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
@@ -121,7 +122,7 @@ def prepare_set(
 
     def write(staging: Path) -> dict[str, Any]:
         with TokenFile(identity.root) as file:
-            splits, manifest = build(file)
+            splits, manifest = build(config, load_tokenizer(config), identity, file)
             write_splits(staging, splits)
         return manifest
 
@@ -154,7 +155,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
-) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
+) -> BuiltSet:
     """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
     encoder = build_encoder(config, tokenizer, config.tokens.max_length)
     sides, broken = encode_sides(

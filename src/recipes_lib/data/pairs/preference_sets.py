@@ -17,6 +17,7 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
+    BuiltSet,
     PreparedRows,
     SetIdentity,
     add_eval_sets,
@@ -180,10 +181,7 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
         DataError: Rows are broken or too long; rows or their prompts are both trained on and held out; no pair is left;
             the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
-    identity = identify_pairs(config)
-    return prepare_set(
-        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
-    )
+    return prepare_set(config, load_tokenizer, identify_pairs(config), _build, local_rank)
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
@@ -251,7 +249,7 @@ def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
 
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
-) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
+) -> BuiltSet:
     """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
     # Of a cut text, the answer could be lost, so that only an error can be found early.
     limit = config.tokens.max_length if config.tokens.overlong == "error" else None
