@@ -249,7 +249,7 @@ def _separate(
         DataError: As ``split_rows``; or training prompts are also held out.
     """
     if config.data.test_split_size is not None:
-        return split_rows(digests, config.data.test_split_size, read_seed(config), inseparable="equal prompts")
+        return split_rows(digests, config.data.test_split_size, read_seed(config))
     if not config.data.allow_eval_overlap:
         find_train, find_held_out = (partial(_find_places, rows, first) for first in (0, num_train))
         relation = "ask what held-out rows ask"

@@ -124,7 +124,7 @@ def test_split_keeps_text_prompts_on_one_side(build_pairs, load_tokenizer):
 
 
 def test_split_of_single_prompt_is_refused(build_pairs, load_tokenizer):
-    with pytest.raises(DataError, match="rows with the same prompt stay together"):
+    with pytest.raises(DataError, match="rows that are equal or have one prompt stay together"):
         prepare_pairs(build_pairs(make_pairs(10, prompts=1), test_split_size=2), load_tokenizer)
 
 
@@ -157,9 +157,7 @@ def test_overlong_pairs_are_reported_or_dropped(build_pairs, load_tokenizer, tin
     (problem,) = refused.value.problems
     assert problem.where.endswith(f"pairs.jsonl:{too_long[0] + 1}")
     first, longest = lengths[too_long[0]], max(lengths.values())
-    assert problem.found.startswith(
-        f"prompt and longer answer have {first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows"
-    )
+    assert problem.found.startswith(f"{first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows")
     assert first == longest or f"have {longest} tokens, max_length is {limit}" in problem.found.partition("worst")[2]
     with pytest.raises(DataError, match="max_truncated_fraction"):
         prepare_pairs(build_pairs(max_length=limit, overlong="drop", max_truncated_fraction=0), load_tokenizer)

@@ -116,7 +116,7 @@ def test_broken_pairs_are_dropped_and_overlong_not_broken(build_config, write_ro
     alone = prepare_pairs(build_config(dataset_name=str(write_rows("alone.jsonl", pairs))), load_tokenizer)
     for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
         assert [ids.tolist() for ids in prepared.train[column]] == [ids.tolist() for ids in alone.train[column]]
-    with pytest.raises(DataError, match="prompt and longer answer have") as caught:
+    with pytest.raises(DataError, match="tokens, max_length is") as caught:
         prepare_pairs(build_config(**keys, max_length=64), load_tokenizer)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
 

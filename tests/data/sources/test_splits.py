@@ -65,7 +65,7 @@ def test_empty_side_of_split_is_error(size: float) -> None:
 
 
 def test_split_of_equal_rows_is_error() -> None:
-    with pytest.raises(DataError, match="equal rows stay together"):
+    with pytest.raises(DataError, match="rows that are equal or have one prompt stay together"):
         split_rows([digest(0)] * 10, 3, 0)
 
 

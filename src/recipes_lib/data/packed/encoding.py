@@ -27,7 +27,7 @@ from rich.text import Text
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
+from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, concatenate_examples
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source, encode_valid
 from recipes_lib.data.sources.splits import compute_digests
@@ -119,13 +119,18 @@ class EncodedMixture:
         mixture: The mixture; ``examples.row_ids`` are positions in it.
         examples: The tokenised rows, R examples.
         digests: Digests from ``compute_digests``, ``S16 (R,)``.
-        columns: Further arrays by name, each with R entries.
+        columns: Further arrays by name, each with R entries; of pairs among them ``prompt_digests`` and ``lengths``.
     """
 
     mixture: Mixture
     examples: Examples
     digests: npt.NDArray[np.bytes_]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Lengths that ``max_length`` limits, in tokens, ``int64 (R,)``: of pairs the prompt and the longer answer."""
+        return self.columns.get("lengths", self.examples.lengths)
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """Return the rows at ``positions``, ``int64 (K,)``, in that order."""

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 LENGTH_MULTIPLE: Final = 64
 """A derived ``max_length`` is a multiple of this many tokens."""
 
+SHARES_PROMPT: Final = "have the prompt of a held-out row"
+"""Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
+
 _ROWS_PER_RECORD_BATCH: Final = 1000
 
 
@@ -159,16 +162,10 @@ def _build(
     """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
     encoder = build_encoder(config, tokenizer, config.tokens.max_length)
     sides, broken = encode_sides(
-        config,
-        identity,
-        lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}),
-        file,
-        describe_overlong,
+        config, identity, lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}), file
     )
     sides = separate_sides(config, sides)
-    capacity = config.tokens.max_length or derive_max_length(
-        max(int(side.examples.lengths.max()) for side in sides.values())
-    )
+    capacity = config.tokens.max_length or derive_max_length(max(int(side.lengths.max()) for side in sides.values()))
     end_tokens = find_end_tokens(tokenizer)
     packed = {
         name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.digests)
@@ -184,12 +181,7 @@ def _build(
 
 
 def encode_sides(
-    config: RecipeConfig,
-    identity: SetIdentity,
-    encode: Encode,
-    file: TokenFile,
-    describe: Callable[[str, int, int], Problem],
-    count: Callable[[EncodedMixture], IntArray] = lambda side: side.examples.lengths,
+    config: RecipeConfig, identity: SetIdentity, encode: Encode, file: TokenFile
 ) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
     """Encode the rows of ``train``, and those of ``eval`` if there is a ``dataset_test_split``.
 
@@ -200,9 +192,6 @@ def encode_sides(
         identity: Identity of the set.
         encode: Function that encodes the rows of a chunk, as for ``encode_mixture``.
         file: File for the tokens.
-        describe: Function that returns the problem of an overlong row, given its location, its length in tokens and
-            ``max_length``.
-        count: Function that returns the lengths that ``max_length`` limits, in tokens, ``int64 (R,)``.
 
     Returns:
         The encoded rows, and the counts of broken rows, by split.
@@ -222,47 +211,39 @@ def encode_sides(
     limit = config.tokens.max_length
     if config.tokens.overlong == "error" and limit is not None:
         for name, side in sides.items():
-            lengths = count(side)
-            places = side.find_places(np.flatnonzero(lengths > limit).tolist())
-            overlong = [describe(places[at], int(lengths[at]), limit) for at in sorted(places)]
+            places = side.find_places(np.flatnonzero(side.lengths > limit).tolist())
+            overlong = [describe_overlong(places[at], int(side.lengths[at]), limit) for at in sorted(places)]
             broken[name].fatal += merge_alike(overlong, broken[name].num_rows)
     problems = [problem for name, mixture in mixtures.items() for problem in broken[name].list_problems(mixture.name)]
     raise_problems(problems, identity.train.name)
     return sides, broken
 
 
-def separate_sides(
-    config: RecipeConfig,
-    sides: dict[str, EncodedMixture],
-    groups: Callable[[EncodedMixture], npt.NDArray[np.bytes_]] = lambda side: side.digests,
-    inseparable: str = "equal rows",
-    relation: str = "",
-) -> dict[str, EncodedMixture]:
+def separate_sides(config: RecipeConfig, sides: dict[str, EncodedMixture]) -> dict[str, EncodedMixture]:
     """Return ``train`` and, if rows are held out, ``eval``, after verifying that no row is in both.
 
     Args:
         config: Configuration of the run.
-        sides: Rows by split from ``encode_sides``; without ``eval``, ``test_split_size`` of ``train`` are held out.
-        groups: Function that returns a digest of each row, ``S16 (R,)``; rows with equal digests are on the same side.
-        inseparable: Description of rows with equal digests in the error.
-        relation: Predicate of training rows whose digest is that of a held-out row, in the error; empty if the digest
-            is that of the whole row.
+        sides: Rows by split from ``encode_sides``; without ``eval``, ``test_split_size`` of ``train`` are held out. Of
+            pairs, those with the same prompt are on the same side.
 
     Raises:
-        DataError: As ``split_rows``; or rows, or groups, are both trained on and held out.
+        DataError: As ``split_rows``; or rows, or prompts of pairs, are both trained on and held out.
     """
     train, held_out = sides["train"], sides.get("eval")
     if held_out is None:
         if config.data.test_split_size is None:
             return sides
-        split = split_rows(groups(train), config.data.test_split_size, read_seed(config), inseparable=inseparable)
+        groups = train.columns.get("prompt_digests", train.digests)
+        split = split_rows(groups, config.data.test_split_size, read_seed(config))
         return {"train": train.take(split.train), "eval": train.take(split.test)}
     problems: list[Problem] = []
     kinds = [(train.digests, held_out.digests, "are held-out rows too")]
-    kinds += [(groups(train), groups(held_out), relation)] if relation else []
-    for train_digests, eval_digests, what in () if config.data.allow_eval_overlap else kinds:
+    if "prompt_digests" in train.columns:
+        kinds.append((train.columns["prompt_digests"], held_out.columns["prompt_digests"], SHARES_PROMPT))
+    for train_digests, eval_digests, relation in () if config.data.allow_eval_overlap else kinds:
         with collect_problems(problems):
-            refuse_overlap(train_digests, eval_digests, train.find_places, held_out.find_places, what)
+            refuse_overlap(train_digests, eval_digests, train.find_places, held_out.find_places, relation)
     raise_problems(problems, "dataset_test_split")
     return sides
 

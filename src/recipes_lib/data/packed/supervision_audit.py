@@ -141,8 +141,8 @@ def pack_split(
 
 def describe_overlong(where: str, length: int, capacity: int) -> Problem:
     """Return the problem of a row that has ``length`` tokens, more than ``capacity``."""
-    remedy = "raise max_length, or set overlong to truncate, drop or split"
-    return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy, size=length)
+    found = f"{length:,} tokens, max_length is {capacity:,}"
+    return Problem(where, found, "raise max_length, or write another value of overlong", size=length)
 
 
 def compute_split_audit(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
+    SHARES_PROMPT,
     BuiltSet,
     PreparedRows,
     SetIdentity,
@@ -49,10 +50,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from recipes_lib.data.chat.encoder import RowEncoder
-
-_SHARES_PROMPT: Final = "have the prompt of a held-out row"
-"""Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
-
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -231,6 +228,7 @@ def _encode_examples(
         examples.append(EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids), pair.remarks))
     return build_examples(examples, row_ids), {
         "prompt_digests": compute_digests(map(_take_prompt, rows)),
+        "lengths": np.array([len(pair[0]) + max(map(len, pair[1:3])) for pair in pairs], np.int32),
         "num_chosen": np.array([len(pair.chosen_ids) for pair in pairs], np.int32),
         "is_identical": np.array([np.array_equal(*pair[1:3]) for pair in pairs], np.bool_),
         "margins": np.array([row.margin for row in rows], np.float32),
@@ -242,11 +240,6 @@ def _take_prompt(row: Row) -> Row:
     return replace(row, messages=messages, completion=None, rejected=None)
 
 
-def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
-    found = f"prompt and longer answer have {length:,} tokens, max_length is {max_length:,}"
-    return Problem(where, found, "raise max_length, or set overlong to drop", size=length)
-
-
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> BuiltSet:
@@ -254,25 +247,12 @@ def _build(
     # Of a cut text, the answer could be lost, so that only an error can be found early.
     limit = config.tokens.max_length if config.tokens.overlong == "error" else None
     encoder = build_encoder(config, tokenizer, limit)
-    read, broken = encode_sides(
-        config,
-        identity,
-        partial(_encode_examples, encoder),
-        file,
-        _describe_overlong,
-        lambda side: count_tokens(side).lengths,
-    )
+    read, broken = encode_sides(config, identity, partial(_encode_examples, encoder), file)
     sides, dropped = {}, {}
     for name, side in read.items():
         sides[name], dropped[name] = drop_pairs(side, config.tokens.max_length)
     _refuse_empty(sides, dropped)
-    sides = separate_sides(
-        config,
-        sides,
-        lambda side: side.columns["prompt_digests"],
-        inseparable="rows with the same prompt",
-        relation=_SHARES_PROMPT,
-    )
+    sides = separate_sides(config, sides)
     audits = {name: compute_pair_audit(side) for name, side in sides.items()}
     findings = [
         finding
@@ -384,7 +364,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
 
     fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
     data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))
-    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [], _SHARES_PROMPT)
+    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [], SHARES_PROMPT)
 
 
 def render_summary(prepared: PreparedSet) -> Table:
@@ -513,12 +493,6 @@ class PairTokens(NamedTuple):
     chosen: IntArray
     rejected: IntArray
 
-    @property
-    def lengths(self) -> IntArray:
-        """Number of tokens of the prompt and the longer answer, ``int64 (P,)``."""
-        lengths: IntArray = self.prompt + np.maximum(self.chosen, self.rejected)
-        return lengths
-
 
 def count_tokens(pairs: EncodedMixture) -> PairTokens:
     """Return the lengths of the parts of each pair.
@@ -537,8 +511,8 @@ def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMi
         pairs: As for ``count_tokens``, with the column ``is_identical``, True if both answers have the same tokens.
         max_length: Maximum number of tokens of a prompt with either answer; ``None`` for no limit.
     """
-    tokens, is_identical = count_tokens(pairs), pairs.columns["is_identical"]
-    is_overlong = ~is_identical & (tokens.lengths > (np.inf if max_length is None else max_length))
+    is_identical = pairs.columns["is_identical"]
+    is_overlong = ~is_identical & (pairs.lengths > (np.inf if max_length is None else max_length))
     counts = DropCounts(
         num_rows=len(is_identical),
         num_identical=int(is_identical.sum()),
@@ -571,7 +545,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
         num_prompt_tokens=int(tokens.prompt.sum()),
         num_chosen_tokens=int(tokens.chosen.sum()),
         num_rejected_tokens=int(tokens.rejected.sum()),
-        **summarize_lengths(tokens.lengths),
+        **summarize_lengths(pairs.lengths),
         terminators=sorted(terminators),
     )
 

@@ -76,7 +76,7 @@ def count_duplicates(digests: Digests) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, inseparable: str = "equal rows") -> Split:
+def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> Split:
     """Choose held-out rows by content and seed, independent of their order; equal rows are on the same side.
 
     The number is exact, unless every remaining group of equal rows is larger than the remainder; then it is lower.
@@ -85,7 +85,6 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
         digests: Digest of each row.
         test_split_size: Share of the rows, above 0 and below 1, or number of rows, from 1.
         seed: Seed of the choice.
-        inseparable: Description of rows with equal digests in the error.
 
     Raises:
         DataError: The split would leave no row on one side.
@@ -112,7 +111,8 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
         if num_drawn == num_test:
             break
     if not num_drawn:
-        found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {inseparable} stay together"
+        together = "rows that are equal or have one prompt stay together"
+        found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {together}"
         raise DataError(Problem(where, found, "hold out more, or remove duplicates"))
     is_test = is_drawn[group_of]
     return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
