@@ -176,16 +176,6 @@ def test_overlong_pairs_are_reported_or_dropped(build_pairs, load_tokenizer, tin
     assert exact.manifest["max_length"] == max(lengths.values())
 
 
-def test_pair_of_far_too_many_characters_is_reported_or_dropped(build_pairs, load_tokenizer):
-    (long,) = make_pairs(1, start=9)
-    long["prompt"][0]["content"] += " why" * 5000
-    rows = [*make_pairs(9), long]
-    with pytest.raises(DataError, match=r"a text of 20,\d+ characters"):
-        prepare_pairs(build_pairs(rows, max_length=100), load_tokenizer)
-    prepared = prepare_pairs(build_pairs(rows, max_length=100, overlong="drop"), load_tokenizer)
-    assert prepared.manifest["dropped"]["train"]["num_overlong"] == 1
-
-
 def test_pairs_with_equal_answer_tokens_are_dropped_and_counted(build_pairs, load_tokenizer):
     rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 4<|endoftext|>"}]
     rows += [{"prompt": "2 + 2 =", "chosen": f" {number}", "rejected": f" {number + 1}"} for number in range(3)]

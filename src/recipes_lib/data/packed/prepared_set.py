@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
+from rich.table import Column, Table
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
@@ -33,7 +33,6 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
-    SplitAudit,
     describe_overlong,
     pack_split,
     read_audit,
@@ -49,7 +48,7 @@ from recipes_lib.data.sources.replay_dataset import (
     find_replayed,
 )
 from recipes_lib.data.sources.rows import BrokenRows
-from recipes_lib.data.sources.splits import refuse_overlap, split_rows
+from recipes_lib.data.sources.splits import SHARES_ROW, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
 from recipes_lib.errors import ConfigError, Problem, collect_problems, merge_alike, raise_problems
 
@@ -238,7 +237,7 @@ def separate_sides(config: RecipeConfig, sides: dict[str, EncodedMixture]) -> di
         split = split_rows(groups, config.data.test_split_size, read_seed(config))
         return {"train": train.take(split.train), "eval": train.take(split.test)}
     problems: list[Problem] = []
-    kinds = [(train.digests, held_out.digests, "are held-out rows too")]
+    kinds = [(train.digests, held_out.digests, SHARES_ROW)]
     if "prompt_digests" in train.columns:
         kinds.append((train.columns["prompt_digests"], held_out.columns["prompt_digests"], SHARES_PROMPT))
     for train_digests, eval_digests, relation in () if config.data.allow_eval_overlap else kinds:
@@ -349,22 +348,19 @@ def render_summary(prepared: PreparedSet) -> Table:
     """Return a table of the figures of a prepared set, with a column for each split."""
     manifest = prepared.manifest
     capacity = int(manifest["max_length"])
-    table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
-    table.add_column()
     splits = [name for name in ("train", "eval") if name in manifest]
     audits = [read_audit(manifest[split]) for split in splits]
-    for split in splits:
-        table.add_column(split, justify="right")
-    figures: Sequence[tuple[str, Callable[[SplitAudit], str]]] = (
-        ("rows", lambda audit: f"{audit.num_rows:,}"),
-        ("tokens", lambda audit: f"{audit.num_packed_tokens:,}"),
-        ("trained on", lambda audit: f"{audit.target_fraction:.1%}"),
-        ("row length, median / longest", lambda audit: f"{audit.length_p50:,} / {audit.length_max:,}"),
-        ("packs", lambda audit: f"{audit.num_packs:,}"),
-        ("packing efficiency", lambda audit: f"{audit.packing_efficiency(capacity):.1%}"),
-    )
-    for label, value in figures:
-        table.add_row(label, *(value(audit) for audit in audits))
+    title = f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else "")
+    table = Table("", *(Column(split, justify="right") for split in splits), title=title)
+    for label, values in (
+        ("rows", [f"{audit.num_rows:,}" for audit in audits]),
+        ("tokens", [f"{audit.num_packed_tokens:,}" for audit in audits]),
+        ("trained on", [f"{audit.target_fraction:.1%}" for audit in audits]),
+        ("row length, median / longest", [f"{audit.length_p50:,} / {audit.length_max:,}" for audit in audits]),
+        ("packs", [f"{audit.num_packs:,}" for audit in audits]),
+        ("packing efficiency", [f"{audit.packing_efficiency(capacity):.1%}" for audit in audits]),
+    ):
+        table.add_row(label, *values)
     add_findings(table, manifest["findings"])
     return table
 
@@ -477,7 +473,6 @@ def add_eval_sets(
     data: Rows,
     prepare: Callable[[RecipeConfig], PreparedSet],
     trained: Sequence[TrainedSet],
-    relation: str = "are held-out rows too",
 ) -> Rows:
     """Return the data of a run, completed by the rows of its ``eval_datasets``.
 
@@ -486,7 +481,6 @@ def add_eval_sets(
         data: Data of the run without ``eval_sets``.
         prepare: Function that finds or builds the prepared set of a configuration.
         trained: Sets that are trained on, with which the held-out sets are compared; empty on ranks other than 0.
-        relation: Predicate of a training row that is also held out, in the error.
 
     Raises:
         ConfigError: As ``prepare``.
@@ -496,11 +490,11 @@ def add_eval_sets(
     sets = {name: (run, prepare(run)) for name, run in derived.items()}
     if trained and not config.data.allow_eval_overlap:
         named = [(load_train_data(run.data), prepared.train) for run, prepared in sets.values()]
-        _refuse_overlap(trained, named, relation)
+        _refuse_overlap(trained, named)
         if (own := trained[0][1].eval) is not None:
             # New rows were compared when they were prepared; replayed ones were not.
             mixture = load_test_data(config.data) or load_train_data(config.data, seed=read_seed(config))
-            _refuse_overlap(trained[1:], [(mixture, own)], relation)
+            _refuse_overlap(trained[1:], [(mixture, own)])
     if not sets:
         return data
     record = {
@@ -511,9 +505,7 @@ def add_eval_sets(
     return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": record})
 
 
-def _refuse_overlap(
-    trained: Sequence[TrainedSet], held_out: Sequence[tuple[Mixture, datasets.Dataset]], relation: str
-) -> None:
+def _refuse_overlap(trained: Sequence[TrainedSet], held_out: Sequence[tuple[Mixture, datasets.Dataset]]) -> None:
     """Raise if held-out rows are also trained on, compared by token ids; pairs by those of their prompts.
 
     Raises:
@@ -523,6 +515,7 @@ def _refuse_overlap(
     digested = [_digest_rows(rows) for _, rows in held_out if trained]
     for config, prepared in trained if held_out else ():  # To digest all rows takes minutes.
         train_digests, train_ids = _digest_rows(prepared.train)
+        relation = SHARES_PROMPT if "prompt_ids" in prepared.train.column_names else SHARES_ROW
         find_train_places = partial(load_train_data(config.data, seed=read_seed(config)).find_places, train_ids)
         for (mixture, _), (eval_digests, eval_ids) in zip(held_out, digested, strict=True):
             find_eval_places = partial(mixture.find_places, eval_ids)

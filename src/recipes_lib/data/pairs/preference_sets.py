@@ -17,7 +17,6 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
-    SHARES_PROMPT,
     BuiltSet,
     PreparedRows,
     SetIdentity,
@@ -362,7 +361,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
 
     fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
     data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))
-    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [], SHARES_PROMPT)
+    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
 def render_summary(prepared: PreparedSet) -> Table:

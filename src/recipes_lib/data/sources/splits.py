@@ -26,6 +26,10 @@ _MAX_PAIRS: Final = 5
 """Pairs of equal rows that an error names."""
 
 
+SHARES_ROW: Final = "are held-out rows too"
+"""Predicate of training rows that are equal to held-out ones."""
+
+
 class Split(NamedTuple):
     """Positions of the rows of each split, ascending, ``int64 (num_train,)`` and ``int64 (num_test,)``."""
 
@@ -144,7 +148,7 @@ def refuse_overlap(
     eval_digests: Digests,
     find_train_places: FindPlaces,
     find_eval_places: FindPlaces,
-    relation: str = "are held-out rows too",
+    relation: str = SHARES_ROW,
 ) -> None:
     """Raise if training rows are also held-out rows, naming the first few.
 
