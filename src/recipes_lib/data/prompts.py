@@ -75,7 +75,7 @@ class _StoredPrompts(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._positions)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:  # An index or a slice, as in the overloads of `Sequence`.
         if isinstance(index, slice):
             return [self[at] for at in range(len(self))[index]]
         row = self._rows[int(self._positions[index])]

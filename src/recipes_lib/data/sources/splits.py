@@ -59,7 +59,7 @@ def compute_row_digest(row: Row) -> bytes:
     """
     content = (row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected)
     try:
-        text = _ENCODER.encode([value and _strip(value) for value in content]).encode()
+        text = _ENCODER.encode(_strip(content)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         found = f"the row cannot be written as JSON: {error}"
         raise DataError(Problem(row.where, found, "write it as text, or leave it out")) from None

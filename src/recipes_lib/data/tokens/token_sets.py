@@ -253,11 +253,12 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
         return HoldOut()
     if size < 1:
         return HoldOut(seed, int(size * _ALL_DRAWS))
+    draw = HoldOut(seed).draw
 
     def draw_all() -> Iterator[int]:
         for row in rows:
             with suppress(DataError):
-                yield HoldOut(seed).draw(compute_row_digest(row))
+                yield draw(compute_row_digest(row))
 
     smallest = np.unique(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
     # One more than the largest held-out draw, because draws below the threshold are held out.
