@@ -53,7 +53,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
-    "corpus": {"config", "data", "errors", "files", "processes", "quantities", "report"},
+    "corpus": {"config", "data", "environment", "errors", "files", "processes", "quantities", "report"},
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},
     "report": {"config", "errors", "models", "files", "quantities"},

@@ -1,6 +1,5 @@
 """`recipes clean` end to end: planted texts, kills and resume, added sources, executors."""
 
-import importlib.metadata
 import inspect
 import itertools
 import json
@@ -22,9 +21,10 @@ from tests.forked import ROOT
 from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.corpus import cleaning, inputs
+from recipes_lib.corpus import cleaning, corpus_manifest, inputs
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.environment import find_version
 from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import try_lock
 
@@ -257,7 +257,7 @@ def test_change_invalidates_only_dependent_stages(planted, tiny_tokenizer_dir, t
     )
     before = list_folders(config, tmp_path)
     assert list_folders(config, tmp_path) == before
-    get_source, get_version = inspect.getsource, importlib.metadata.version
+    get_source = inspect.getsource
     if isinstance(change, dict):
         config = replace(config, **change)
     elif change == "tokenizer":
@@ -272,7 +272,9 @@ def test_change_invalidates_only_dependent_stages(planted, tiny_tokenizer_dir, t
             inspect, "getsource", lambda part: get_source(part) + ("\n# edited" if part.__name__ == change else "")
         )
         monkeypatch.setattr(
-            importlib.metadata, "version", lambda name: get_version(name) + (".1" if name == change else "")
+            corpus_manifest,
+            "find_version",
+            lambda name: (find_version(name) or "") + (".1" if name == change else ""),
         )
     after = list_folders(config, tmp_path)
     assert " ".join(name for name in before if after[name] != before[name]) == redone

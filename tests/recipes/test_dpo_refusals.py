@@ -32,7 +32,11 @@ BAD_DATA = {
     "empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
     "no prompt": ([{"prompt": "", "chosen": " a", "rejected": " b"}], ":1", "write a prompt"),
     "rows of SFT": ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1", "name them with `dataset_columns`"),
-    "prompt longer than max_length": (change(7, prompt=LONG), ":8", "raise max_length, or set overlong to drop"),
+    "prompt longer than max_length": (
+        change(7, prompt=LONG),
+        ":8",
+        "raise max_length, or write another value of overlong",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.pair_encoding import PairEncoder
+from recipes_lib.data.pairs.preference_sets import encode_pairs
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.scoring import RewardModel
@@ -46,7 +46,7 @@ class Recorder:
         return scores
 
 
-def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+def encode_rows(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     rows = [
         Row(
             where=f"pairs row {index}",
@@ -56,7 +56,7 @@ def encode_pairs(tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
         )
         for index, (prompt, chosen, rejected) in enumerate(PAIRS)
     ]
-    return [pair._asdict() for pair in PairEncoder(RowEncoder(tokenizer), tokenizer).encode(rows)]
+    return [pair._asdict() for pair in encode_pairs(RowEncoder(tokenizer), rows)]
 
 
 def render_row(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
@@ -65,7 +65,7 @@ def render_row(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
 
 def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     judge = Recorder(tiny_tokenizer)
-    scores = score_held_out(judge, encode_pairs(tiny_tokenizer))
+    scores = score_held_out(judge, encode_rows(tiny_tokenizer))
 
     def read(column: np.ndarray) -> list[str]:
         return [judge.texts[score] for score in column]
@@ -99,7 +99,7 @@ def test_score_columns_belong_to_their_rows(tiny_tokenizer: PreTrainedTokenizerF
 
 
 def test_overlong_probe_is_nan(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    pairs = encode_pairs(tiny_tokenizer)
+    pairs = encode_rows(tiny_tokenizer)
     longest = max(len(pair["prompt_ids"]) + len(pair["chosen_ids"]) for pair in pairs)
     scores = score_held_out(Recorder(tiny_tokenizer, limit=longest), pairs)
     assert np.isnan(scores.probes["sentence_repeated"]).any()
@@ -126,7 +126,7 @@ def test_distinct_prompts_are_rotated() -> None:
 
 
 def test_prompt_swap_is_none_for_a_single_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    pairs = encode_pairs(tiny_tokenizer)
+    pairs = encode_rows(tiny_tokenizer)
     report = build_reward_report(score_held_out(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
     assert report["prompt_swap"] is None
 
@@ -134,7 +134,7 @@ def test_prompt_swap_is_none_for_a_single_prompt(tiny_tokenizer: PreTrainedToken
 def test_scores_of_prepared_pairs_match_scored_chats(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    scores = score_held_out(reward_model, encode_pairs(tiny_tokenizer))
+    scores = score_held_out(reward_model, encode_rows(tiny_tokenizer))
     for column, at in ((scores.chosen, 1), (scores.rejected, 2)):
         chats = [[{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[at]}] for pair in PAIRS]
         assert column.tolist() == pytest.approx(reward_model.score(chats), abs=1e-5)
@@ -144,7 +144,7 @@ def test_scores_of_prepared_pairs_match_scored_chats(
 def test_pair_longer_than_model_positions_is_refused(
     reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    pairs = encode_pairs(tiny_tokenizer)
+    pairs = encode_rows(tiny_tokenizer)
     pairs[1]["chosen_ids"] = np.full(600, 7, np.uint32)
     with pytest.raises(DataError, match="answer 1: "):
         score_held_out(reward_model, pairs)

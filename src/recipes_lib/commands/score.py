@@ -140,8 +140,8 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
     Raises:
         DataError: As ``read_rows``.
     """
-    from recipes_lib.data.sources.broken_rows import BrokenRows
     from recipes_lib.data.sources.canonical import read_entries
+    from recipes_lib.data.sources.rows import BrokenRows
 
     columns: dict[str, Any] = {}
 
@@ -164,7 +164,7 @@ def _score(
     Raises:
         DataError: A row cannot be tokenised.
     """
-    from recipes_lib.data.pairs.pair_encoding import take_rejected
+    from recipes_lib.data.pairs.preference_sets import take_rejected
 
     while chunk := list(itertools.islice(rows, ROWS_PER_CHUNK)):
         answers = {columns.prefix: scorer.score([row for row, _ in chunk])}

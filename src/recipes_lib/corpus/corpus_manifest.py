@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +22,7 @@ from recipes_lib.corpus.output import NEAR_STEP
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+from recipes_lib.environment import find_version
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.report.html_pages import write_corpus_report
@@ -181,11 +180,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
 
 def read_versions(packages: Sequence[str]) -> dict[str, str]:
     """Return package -> installed version, without packages that are not installed."""
-    versions = {}
-    for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    return {package: version for package in packages if (version := find_version(package))}
 
 
 def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

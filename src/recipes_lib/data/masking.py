@@ -12,17 +12,7 @@ IGNORE_INDEX: Final = -100
 
 
 class MergedTokenError(ValueError):
-    """A token has characters on both sides of a boundary.
-
-    Attributes:
-        start: First character of the token.
-        end: Character after its last one.
-    """
-
-    def __init__(self, start: int, end: int) -> None:
-        super().__init__(f"one token spans characters {start} to {end}")
-        self.start = start
-        self.end = end
+    """A token has characters on both sides of a boundary; names both parts."""
 
 
 def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
@@ -54,4 +44,4 @@ def count_tokens_before(encoding: Encoding, text: str, character: int, special_i
             return token + 1
         if text[start:character].isspace():
             return token
-    raise MergedTokenError(start, end)
+    raise MergedTokenError(f"one token holds {text[start:character]!r} and {text[character:end]!r}")

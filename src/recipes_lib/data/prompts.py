@@ -6,10 +6,11 @@ import base64
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,11 @@ from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map
 from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
 from recipes_lib.data.packed.supervision_audit import Finding
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Message, RawRow, Row
-from recipes_lib.data.sources.splits import compute_digests, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Row
+from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
 from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
 
@@ -75,11 +75,7 @@ class _StoredPrompts(Sequence[PromptRow]):
     def __len__(self) -> int:
         return len(self._positions)
 
-    @overload
-    def __getitem__(self, index: int) -> PromptRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptRow]: ...
-    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+    def __getitem__(self, index: Any) -> Any:  # An index or a slice, as in the overloads of `Sequence`.
         if isinstance(index, slice):
             return [self[at] for at in range(len(self))[index]]
         row = self._rows[int(self._positions[index])]
@@ -210,21 +206,16 @@ def _build(
     for mixture, fingerprint in zip(mixtures, identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     rows = open_rows(staging, "rows").with_format(None)
-
-    def find_place(position: int) -> str:
-        return str(json.loads(rows[position]["row"])[0])
-
     digests, lengths, is_text = (np.concatenate(arrays) for arrays in list(zip(*chunks, strict=True))[:3])
     response_length = config.rewards.response_length
     fits = lengths <= (config.tokens.max_length or np.inf) - response_length
     if config.tokens.overlong == "error":
-        overlong = [
-            _describe_overlong(config, find_place(at), int(lengths[at])) for at in np.flatnonzero(~fits).tolist()
-        ]
+        places = _find_places(rows, 0, np.flatnonzero(~fits).tolist())
+        overlong = [_describe_overlong(config, place, int(lengths[at])) for at, place in places.items()]
         broken.fatal += merge_alike(overlong, broken.num_rows)
     raise_problems(broken.list_problems(name), name)
-    _refuse_mixed_forms(is_text, find_place, name)
-    train, held_out = _separate(config, digests, sizes[0], find_place)
+    _refuse_mixed_forms(is_text, rows, name)
+    train, held_out = _separate(config, digests, sizes[0], rows)
     train, held_out = train[fits[train]], held_out[fits[held_out]]
     if not len(train):
         found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
@@ -250,7 +241,7 @@ def _build(
 
 
 def _separate(
-    config: RecipeConfig, digests: npt.NDArray[np.bytes_], num_train: int, find_place: Callable[[int], str]
+    config: RecipeConfig, digests: npt.NDArray[np.bytes_], num_train: int, rows: Any
 ) -> tuple[IntArray, IntArray]:
     """Return the positions of training and of held-out prompts, after verifying that none is both.
 
@@ -258,12 +249,17 @@ def _separate(
         DataError: As ``split_rows``; or training prompts are also held out.
     """
     if config.data.test_split_size is not None:
-        return split_rows(digests, config.data.test_split_size, read_seed(config), inseparable="equal prompts")
+        return split_rows(digests, config.data.test_split_size, read_seed(config))
     if not config.data.allow_eval_overlap:
-        overlap = find_overlap(digests[:num_train], digests[num_train:])
+        find_train, find_held_out = (partial(_find_places, rows, first) for first in (0, num_train))
         relation = "ask what held-out rows ask"
-        refuse_overlap(overlap, find_place, lambda at: find_place(num_train + at), relation=relation)
+        refuse_overlap(digests[:num_train], digests[num_train:], find_train, find_held_out, relation)
     return np.arange(num_train), np.arange(num_train, len(digests))
+
+
+def _find_places(rows: Any, first: int, positions: Collection[int]) -> dict[int, str]:
+    """Return the locations of prompts by position, counted from the row ``first``."""
+    return {at: json.loads(rows[first + at]["row"])[0] for at in positions}
 
 
 def _describe_overlong(config: RecipeConfig, where: str, length: int) -> Problem:
@@ -364,7 +360,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> Row:
     return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None, others=others)
 
 
-def _refuse_mixed_forms(is_text: npt.NDArray[np.bool_], find_place: Callable[[int], str], name: str) -> None:
+def _refuse_mixed_forms(is_text: npt.NDArray[np.bool_], rows: Any, name: str) -> None:
     """Raise for plain texts among chats: a reward function gets all answers of a run in one form.
 
     Raises:
@@ -372,7 +368,7 @@ def _refuse_mixed_forms(is_text: npt.NDArray[np.bool_], find_place: Callable[[in
     """
     num_texts = int(is_text.sum())
     if 0 < num_texts < len(is_text):
-        text, chat = find_place(int(is_text.argmax())), find_place(int(is_text.argmin()))
+        text, chat = _find_places(rows, 0, [int(is_text.argmax()), int(is_text.argmin())]).values()
         found = (
             f"{num_texts:,} prompts are plain text, first {text}, and {len(is_text) - num_texts:,} are chats, first "
             f"{chat}"

@@ -12,7 +12,7 @@ from tests.data.chat_cases import answer, chat, source, spans, user
 from tests.data.templates.tokenizers import build_byte_level
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.pair_encoding import PairEncoder
+from recipes_lib.data.pairs.preference_sets import encode_pairs
 
 IN_LOOP = {
     "zephyr_loop": "</s>",
@@ -78,7 +78,7 @@ def test_answer_starts_at_end_of_generation_prompt(name: str) -> None:
 def test_pair_answers_follow_generation_prompt(name: str) -> None:
     tokenizer = build_byte_level(source(name))
     row = chat(user("hi"), answer("yes"), num_prompt_messages=1, rejected=[answer("no")])
-    (pair,) = PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])
+    (pair,) = encode_pairs(RowEncoder(tokenizer), [row])
     served = tokenizer.apply_chat_template([user("hi")], add_generation_prompt=True, return_dict=False)
     assert pair.prompt_ids.tolist() == served
     assert tokenizer.decode(pair.chosen_ids) == "yes" + IN_LOOP[name]

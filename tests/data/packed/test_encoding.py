@@ -21,9 +21,8 @@ from recipes_lib.data.packed.encoding import (
     split_chunks,
 )
 from recipes_lib.data.packed.packing import build_examples, concatenate_examples
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow, Remark, Row, find_remarked
+from recipes_lib.data.sources.rows import BrokenRows, EncodedRow, Remark, Row, find_remarked
 from recipes_lib.data.sources.splits import compute_row_digest, count_duplicates
 from recipes_lib.errors import DataError, Problem
 

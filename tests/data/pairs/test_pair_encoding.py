@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.chat_cases import CHATML_ENDS, answer, build_encoder, chat, plain, user
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
-from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.pair_encoding import EncodedPair, PairEncoder
+from recipes_lib.data.pairs.preference_sets import EncodedPair, encode_pairs
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 
@@ -27,10 +26,7 @@ contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_
 )
 
 
-@cache
-def build(name: str) -> tuple[PairEncoder, PreTrainedTokenizerFast]:
-    encoder, tokenizer = build_encoder(name)
-    return PairEncoder(encoder, tokenizer), tokenizer
+build = cache(build_encoder)
 
 
 def pair_of(chosen: Any, rejected: Any, *prompt: Any, **options: Any) -> Row:
@@ -42,14 +38,14 @@ def text_pair(prompt: str, chosen: str, rejected: str) -> Row:
     return replace(plain(prompt, chosen), rejected=rejected)
 
 
-def encode(encoder: PairEncoder, row: Row) -> EncodedPair:
-    (pair,) = encoder.encode([row])
+def encode(encoder: RowEncoder, row: Row) -> EncodedPair:
+    (pair,) = encode_pairs(encoder, [row])
     return pair
 
 
-def refuse(encoder: PairEncoder, row: Row) -> str:
+def refuse(encoder: RowEncoder, row: Row) -> str:
     with pytest.raises(DataError) as refused:
-        encoder.encode([row])
+        encode_pairs(encoder, [row])
     assert [problem.where for problem in refused.value.problems] == ["train.jsonl:17"]
     return str(refused.value)
 
@@ -74,7 +70,7 @@ def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, reje
 def test_pairs_of_a_chunk_have_the_tokens_of_each_alone() -> None:
     encoder, _ = build("chatml")
     rows = [pair_of(answer(chosen), answer(rejected)) for chosen, rejected in ("ab", "cd", "ef", "gh")]
-    for row, pair in zip(rows, encoder.encode(rows), strict=True):
+    for row, pair in zip(rows, encode_pairs(encoder, rows), strict=True):
         alone = encode(encoder, row)
         assert all(map(np.array_equal, pair[:3], alone[:3]))
 
@@ -93,7 +89,7 @@ def test_chosen_answer_equals_sft_targets(name: str) -> None:
 @pytest.mark.parametrize("build_tokenizer", [lambda: build_byte_level(""), lambda: build_metaspace(None)])
 def test_text_pair_tokens_equal_prompt_completion_tokens(build_tokenizer: Any) -> None:
     tokenizer = build_tokenizer()
-    pair = encode(PairEncoder(RowEncoder(tokenizer), tokenizer), text_pair("What is the", " capital of France", " sun"))
+    pair = encode(RowEncoder(tokenizer), text_pair("What is the", " capital of France", " sun"))
     for ids, text in ((pair.chosen_ids, " capital of France"), (pair.rejected_ids, " sun")):
         whole = tokenizer("What is the" + text).input_ids
         assert [*pair.prompt_ids.tolist(), *ids.tolist()] == [*whole, tokenizer.eos_token_id]
@@ -150,7 +146,7 @@ MARKED_LATE = MARKED_WITH_A_GAP.replace("{% generation %}{{ m", ">{% generation 
 @pytest.mark.parametrize("template", [MARKED_WITH_A_GAP, MARKED_LATE], ids=["gap", "late"])
 def test_targets_not_contiguous_after_prompt_are_refused(template: str) -> None:
     tokenizer = build_byte_level(template, extra=CHATML_ENDS)
-    message = refuse(PairEncoder(RowEncoder(tokenizer), tokenizer), pair_of(answer("yes"), answer("no")))
+    message = refuse(RowEncoder(tokenizer), pair_of(answer("yes"), answer("no")))
     assert "not contiguous from the end of the generation prompt" in message
     assert "{% generation %}" in message
 
@@ -163,10 +159,10 @@ def test_whitespace_token_across_prompt_and_answer_is_one_error() -> None:
 def test_prompt_tokens_that_change_before_answer_are_refused() -> None:
     """The tokenizer merges across the boundary: alone, the prompt ends in other tokens than with its answer."""
     _, tokenizer = build("chatml")
-    inner = RowEncoder(tokenizer)
-    ids = inner.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))
-    inner.encode_prompt = lambda row: np.append(ids[:-1], ids[0])  # type: ignore[method-assign]
-    message = refuse(PairEncoder(inner, tokenizer), text_pair("2 + 2 =", " 4", " 5"))
+    encoder = RowEncoder(tokenizer)
+    ids = encoder.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))
+    encoder.encode_prompt = lambda row: np.append(ids[:-1], ids[0])  # type: ignore[method-assign]
+    message = refuse(encoder, text_pair("2 + 2 =", " 4", " 5"))
     assert f"token {len(ids) - 1} starts" in message
     assert "move the white space" in message
 
@@ -203,11 +199,11 @@ def test_encode_reports_every_broken_row_of_chunk() -> None:
     ]
     rows = [replace(row, where=f"train.jsonl:{number}") for number, row in enumerate(rows, start=1)]
     with pytest.raises(DataError) as refused:
-        encoder.encode(rows)
+        encode_pairs(encoder, rows)
     assert sorted(problem.where for problem in refused.value.problems) == ["train.jsonl:2", "train.jsonl:3"]
     rows = [replace(rows[0], where=f"train.jsonl:{line}", messages=[*TURNS, answer("4<|im_end|>")]) for line in (5, 7)]
     with pytest.raises(DataError) as refused:
-        encoder.encode([rows[0], pair_of(answer("4"), answer("5")), rows[1]])
+        encode_pairs(encoder, [rows[0], pair_of(answer("4"), answer("5")), rows[1]])
     assert [problem.where for problem in refused.value.problems] == ["train.jsonl:5", "train.jsonl:7"]
 
 
@@ -215,7 +211,7 @@ def test_prompt_error_is_reported_once_per_pair() -> None:
     encoder, _ = build("chatml")
     row = pair_of(answer("4"), answer("5"), user("half a \ud800 pair"))
     with pytest.raises(DataError) as refused:
-        encoder.encode([row])
+        encode_pairs(encoder, [row])
     assert len(refused.value.problems) == 1
 
 
@@ -226,14 +222,14 @@ def test_tools_and_template_kwargs_are_rendered_in_pairs() -> None:
     )
     tokenizer = build_byte_level(template, extra=CHATML_ENDS)
     row = pair_of(answer("4"), answer("5"), template_kwargs={"mood": "calm"}, tools=[{"name": "add"}])
-    pair = encode(PairEncoder(RowEncoder(tokenizer), tokenizer), row)
+    pair = encode(RowEncoder(tokenizer), row)
     assert tokenizer.decode(pair.prompt_ids).startswith("1calm<|im_start|>")
 
 
 def test_encoder_is_thread_safe() -> None:
     encoder, _ = build("chatml")
     rows = [pair_of(answer(f"{number} yes"), answer(f"{number} no")) for number in range(20)]
-    expected = [[ids.tolist() for ids in pair[:3]] for pair in encoder.encode(rows)]
+    expected = [[ids.tolist() for ids in pair[:3]] for pair in encode_pairs(encoder, rows)]
     with ThreadPoolExecutor(4) as pool:
-        for pairs in pool.map(lambda _: encoder.encode(rows), range(8)):
+        for pairs in pool.map(lambda _: encode_pairs(encoder, rows), range(8)):
             assert [[ids.tolist() for ids in pair[:3]] for pair in pairs] == expected

@@ -41,6 +41,7 @@ def build_side(rows: list) -> EncodedMixture:
     ]
     columns = {
         "num_chosen": np.array([len(row[1]) for row in rows], np.int32),
+        "lengths": np.array([len(row[0]) + max(len(row[1]), len(row[2])) for row in rows]),
         "is_identical": np.array([row[1] == row[2] for row in rows]),
         "margins": np.array([row[3] for row in rows], np.float32),
         "prompt_digests": np.array([row[4] // 2 for row in rows]),

@@ -12,8 +12,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs import preference_sets
-from recipes_lib.data.pairs.pair_encoding import PairEncoder
-from recipes_lib.data.pairs.preference_sets import identify_pairs, load_pair_data, prepare_pairs
+from recipes_lib.data.pairs.preference_sets import encode_pairs, identify_pairs, load_pair_data, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -62,7 +61,7 @@ def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset_format="preference"))
     rows = list(load_train_data(config.data).rows())
     return {
-        number: [ids.tolist() for ids in PairEncoder(RowEncoder(tokenizer), tokenizer).encode([row])[0][:3]]
+        number: [ids.tolist() for ids in encode_pairs(RowEncoder(tokenizer), [row])[0][:3]]
         for number, row in enumerate(rows)
     }
 
@@ -125,7 +124,7 @@ def test_split_keeps_text_prompts_on_one_side(build_pairs, load_tokenizer):
 
 
 def test_split_of_single_prompt_is_refused(build_pairs, load_tokenizer):
-    with pytest.raises(DataError, match="rows with the same prompt stay together"):
+    with pytest.raises(DataError, match="rows that are equal or have one prompt stay together"):
         prepare_pairs(build_pairs(make_pairs(10, prompts=1), test_split_size=2), load_tokenizer)
 
 
@@ -158,9 +157,7 @@ def test_overlong_pairs_are_reported_or_dropped(build_pairs, load_tokenizer, tin
     (problem,) = refused.value.problems
     assert problem.where.endswith(f"pairs.jsonl:{too_long[0] + 1}")
     first, longest = lengths[too_long[0]], max(lengths.values())
-    assert problem.found.startswith(
-        f"prompt and longer answer have {first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows"
-    )
+    assert problem.found.startswith(f"{first} tokens, max_length is {limit}; so in {len(too_long)} of 40 rows")
     assert first == longest or f"have {longest} tokens, max_length is {limit}" in problem.found.partition("worst")[2]
     with pytest.raises(DataError, match="max_truncated_fraction"):
         prepare_pairs(build_pairs(max_length=limit, overlong="drop", max_truncated_fraction=0), load_tokenizer)
@@ -177,16 +174,6 @@ def test_overlong_pairs_are_reported_or_dropped(build_pairs, load_tokenizer, tin
     exact = prepare_pairs(build_pairs(max_length=max(lengths.values())), load_tokenizer)
     assert len(exact.train) == 40
     assert exact.manifest["max_length"] == max(lengths.values())
-
-
-def test_pair_of_far_too_many_characters_is_reported_or_dropped(build_pairs, load_tokenizer):
-    (long,) = make_pairs(1, start=9)
-    long["prompt"][0]["content"] += " why" * 5000
-    rows = [*make_pairs(9), long]
-    with pytest.raises(DataError, match=r"a text of 20,\d+ characters"):
-        prepare_pairs(build_pairs(rows, max_length=100), load_tokenizer)
-    prepared = prepare_pairs(build_pairs(rows, max_length=100, overlong="drop"), load_tokenizer)
-    assert prepared.manifest["dropped"]["train"]["num_overlong"] == 1
 
 
 def test_pairs_with_equal_answer_tokens_are_dropped_and_counted(build_pairs, load_tokenizer):

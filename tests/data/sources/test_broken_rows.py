@@ -13,9 +13,8 @@ from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
-from recipes_lib.data.sources import broken_rows
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources import rows as rows_module
+from recipes_lib.data.sources.rows import BrokenRows, Row, encode_valid
 from recipes_lib.errors import DataError, Problem
 
 QUESTION = {"role": "user", "content": "Which?"}
@@ -117,7 +116,7 @@ def test_broken_pairs_are_dropped_and_overlong_not_broken(build_config, write_ro
     alone = prepare_pairs(build_config(dataset_name=str(write_rows("alone.jsonl", pairs))), load_tokenizer)
     for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
         assert [ids.tolist() for ids in prepared.train[column]] == [ids.tolist() for ids in alone.train[column]]
-    with pytest.raises(DataError, match="prompt and longer answer have") as caught:
+    with pytest.raises(DataError, match="tokens, max_length is") as caught:
         prepare_pairs(build_config(**keys, max_length=64), load_tokenizer)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:24"]
 
@@ -150,7 +149,7 @@ def endless():
 
 
 def test_endless_stream_of_broken_rows_stops(monkeypatch):
-    monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
+    monkeypatch.setattr(rows_module, "_MIN_ROWS", 50)
     for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
         broken = BrokenRows(tokens, is_stream=True)
         assert list(broken.filter_valid(endless())) == []

@@ -15,7 +15,7 @@ from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.pairs.pair_encoding import PairEncoder
+from recipes_lib.data.pairs.preference_sets import encode_pairs
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.rows import RawRow, Row
 from recipes_lib.errors import DataError
@@ -442,7 +442,7 @@ def test_implicit_text_prompt_ends_at_token_boundary(
     """The boundary is neither inside a word nor after a space."""
     row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    (pair,) = PairEncoder(RowEncoder(tiny_tokenizer), tiny_tokenizer).encode([row])
+    (pair,) = encode_pairs(RowEncoder(tiny_tokenizer), [row])
     assert tiny_tokenizer.decode(pair.prompt_ids) == prompt
     assert tiny_tokenizer.decode(pair.chosen_ids) == chosen + "<|endoftext|>"
     assert tiny_tokenizer.decode(pair.rejected_ids) == rejected + "<|endoftext|>"

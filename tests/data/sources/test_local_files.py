@@ -294,6 +294,7 @@ def large(tmp_path, monkeypatch):
     """A file above ``MIN_BYTES``, last changed before ``_SETTLED_NS``."""
     monkeypatch.setattr(local_files, "MIN_BYTES", 10)
     monkeypatch.setattr(local_files, "_SETTLED_NS", -1)
+    monkeypatch.setattr(local_files, "_DIGESTS", str(tmp_path / "cache"))
     path = tmp_path / "rows with spaces.jsonl"
     path.write_bytes(b"0123456789")
     return path
@@ -313,55 +314,55 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).digest()
 
 
-def test_digest_of_large_file_is_cached(large, tmp_path, num_reads):
-    digests = [compute_digest(large, tmp_path / "cache") for _ in range(3)]
+def test_digest_of_large_file_is_cached(large, num_reads):
+    digests = [compute_digest(large) for _ in range(3)]
     assert digests == [sha256(large)] * 3
     assert len(num_reads) == 1
 
 
 def test_digest_of_small_file_is_not_cached(large, tmp_path, num_reads):
     large.write_bytes(b"012345678")
-    assert [compute_digest(large, tmp_path / "cache") for _ in range(2)] == [sha256(large)] * 2
+    assert [compute_digest(large) for _ in range(2)] == [sha256(large)] * 2
     assert len(num_reads) == 2
     assert not (tmp_path / "cache").exists()
 
 
-def test_changed_bytes_with_equal_mtime_are_detected(large, tmp_path):
-    compute_digest(large, tmp_path / "cache")
+def test_changed_bytes_with_equal_mtime_are_detected(large):
+    compute_digest(large)
     times = large.stat()
     large.write_bytes(b"9876543210")
     os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert compute_digest(large, tmp_path / "cache") == sha256(large)
+    assert compute_digest(large) == sha256(large)
 
 
 def test_replaced_file_is_detected(large, tmp_path):
-    compute_digest(large, tmp_path / "cache")
+    compute_digest(large)
     other = tmp_path / "other"
     other.write_bytes(b"9876543210")
     other.replace(large)
-    assert compute_digest(large, tmp_path / "cache") == sha256(large)
+    assert compute_digest(large) == sha256(large)
 
 
-def test_digest_of_recently_changed_file_is_not_cached(large, tmp_path, num_reads, monkeypatch):
+def test_digest_of_recently_changed_file_is_not_cached(large, num_reads, monkeypatch):
     monkeypatch.setattr(local_files, "_SETTLED_NS", 2 * 10**9)
     os.utime(large)
     assert time.time_ns() - large.stat().st_ctime_ns < 2 * 10**9
-    compute_digest(large, tmp_path / "cache")
-    compute_digest(large, tmp_path / "cache")
+    compute_digest(large)
+    compute_digest(large)
     assert len(num_reads) == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": 1}', '{"sha256": "zz"}', "null"])
 def test_damaged_cache_entry_is_ignored(large, tmp_path, content):
-    compute_digest(large, tmp_path / "cache")
+    compute_digest(large)
     (entry,) = (tmp_path / "cache").iterdir()
     entry.write_text(content)
-    assert compute_digest(large, tmp_path / "cache") == sha256(large)
+    assert compute_digest(large) == sha256(large)
 
 
 def test_unwritable_cache_is_ignored(large, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    assert compute_digest(large, tmp_path / "cache") == sha256(large)
+    assert compute_digest(large) == sha256(large)
 
 
 def test_digest_of_missing_file_raises(tmp_path):

@@ -96,7 +96,7 @@ def test_array_error_has_line_and_column_and_keeps_earlier_rows(broken: str, off
     with pytest.raises(DataError) as caught:
         list(entries)
     assert caught.value.problems[0].where == f"d.json:{num_rows + 1}"
-    assert f"(column {offset + 2})" in caught.value.problems[0].found
+    assert f"at column {offset + 2}: " in caught.value.problems[0].found
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.splits import FindPlaces, compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.errors import DataError
 
 
@@ -65,7 +65,7 @@ def test_empty_side_of_split_is_error(size: float) -> None:
 
 
 def test_split_of_equal_rows_is_error() -> None:
-    with pytest.raises(DataError, match="equal rows stay together"):
+    with pytest.raises(DataError, match="rows that are equal or have one prompt stay together"):
         split_rows([digest(0)] * 10, 3, 0)
 
 
@@ -117,10 +117,15 @@ def test_digest_of_unwritable_row_names_it() -> None:
 
 
 def test_overlap_is_counted_and_first_pairs_named() -> None:
-    train = [digest(value) for value in (5, 1, 2, 1, 3)]
+    def name(side: str) -> FindPlaces:
+        return lambda positions: {at: f"{side}{at}" for at in positions}
+
+    train = [digest(value) for value in (5, 1, 2, 1, 3, 1, 3, 1)]
     held_out = [digest(value) for value in (9, 3, 1, 1)]
-    overlap = find_overlap(train, held_out, max_pairs=2)
-    assert (overlap.num_rows, overlap.pairs) == (3, [(1, 2), (3, 2)])
-    with pytest.raises(DataError, match=r"3 training rows are held-out rows too: t1 = e2, t3 = e2, \.\.\."):
-        refuse_overlap(overlap, "t{}".format, "e{}".format)
-    refuse_overlap(find_overlap(train, [digest(7)]), "t{}".format, "e{}".format)
+    overlap = find_overlap(train, held_out)
+    assert (overlap.num_rows, overlap.pairs) == (6, [(1, 2), (3, 2), (4, 1), (5, 2), (6, 1)])
+    with pytest.raises(DataError, match=r"6 training rows are held-out rows too: t1 = e2, .*, t6 = e1, \.\.\."):
+        refuse_overlap(train, held_out, name("t"), name("e"))
+    with pytest.raises(DataError, match=r"1 training rows share it: t0 = e0\n"):
+        refuse_overlap(train[:1], train[:1], name("t"), name("e"), "share it")
+    refuse_overlap(train, [digest(7)], name("t"), name("e"))

@@ -104,7 +104,7 @@ def read_as(dataset, per_device: int, num_processes: int) -> list[list[tuple[int
     """Return the windows of each step if batches are distributed over ranks round-robin, as by accelerate."""
     batches = [range(start, start + per_device) for start in range(0, len(dataset), per_device)]
     micro_steps = [batches[at : at + num_processes] for at in range(0, len(batches), num_processes)]
-    per_step = dataset._rows_per_step // (per_device * num_processes)
+    per_step = dataset.rows_per_step // (per_device * num_processes)
     steps = []
     for at in range(0, len(micro_steps), per_step):
         indices = [index for micro in micro_steps[at : at + per_step] for batch in micro for index in batch]

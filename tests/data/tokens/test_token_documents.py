@@ -10,8 +10,7 @@ import pytest
 
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding
-from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import BrokenRows, Row
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.tokens.token_sets import HoldOut, build_hold_out, encode_documents
 from recipes_lib.errors import ConfigError, DataError, Problem

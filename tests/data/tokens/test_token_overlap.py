@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import splits
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap
+from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
-from recipes_lib.data.tokens.token_data import refuse_repeats
+from recipes_lib.data.tokens.token_data import find_places
 from recipes_lib.data.tokens.token_sets import halve_digests, load_corpora
 from recipes_lib.errors import DataError
 
@@ -47,9 +49,9 @@ def test_first_overlaps_are_located(build_config, tmp_path):
         write(tmp_path / side, halve_digests([compute_row_digest(row) for row in corpus.rows()]))
         for side, corpus in (("train", train), ("held_out", held_out))
     ]
+    find_train, find_held_out = (partial(find_places, *side) for side in zip((train, held_out), tokens, strict=True))
     with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
-        refuse_repeats(train, tokens[0], held_out, tokens[1])
+        refuse_overlap(tokens[0].digests, tokens[1].digests, find_train, find_held_out)
     text = str(raised.value)
     assert f"{train.name}:11 = {held_out.name}:3, {train.name}:17 = {held_out.name}:2" in text
     assert "allow_eval_overlap" in text
-    refuse_repeats(train, write(tmp_path / "others", range(50, 59)), held_out, tokens[1])

@@ -7,11 +7,10 @@ tokens are decoded and compared with the characters of their spans.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -134,10 +133,9 @@ class RowEncoder:
         chat_template: Jinja template that replaces the tokenizer's.
         eos_token: Token appended to texts, completions, and chat turns that the template leaves open. Default: the
             tokenizer's, for texts and completions; an open turn is an error.
-        max_length: Number of tokens above which the caller does not use a row. A text that certainly has more is cut to
-            a beginning that still has, because to tokenise 100 MB takes minutes. Only for tokenizers that preserve the
-            text; ``None`` for no limit.
-        cuts: False: such a text is an error.
+
+    Attributes:
+        tokenizer: The tokenizer.
     """
 
     def __init__(
@@ -147,10 +145,8 @@ class RowEncoder:
         loss_on: LossOn | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
-        max_length: int | None = None,
-        cuts: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._loss_on = loss_on
         self._chat_template = chat_template
@@ -164,11 +160,6 @@ class RowEncoder:
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
-        self._max_characters: float = math.inf
-        if self._byte_ends is not None and max_length is not None:
-            # Twice as many as can be needed, so that the end of the text does not change the tokens that are used.
-            self._max_characters = 2 * max_length * self._byte_ends.longest
-        self._cuts = cuts
         self._proof = Proof(tokenizer)
         # By whether the row has tools, for which a tokenizer can have a separate template.
         self._finders: dict[bool, SpanFinder] = {}
@@ -186,12 +177,11 @@ class RowEncoder:
         for row in rows:
             with collect_problems(problems):
                 drafts.append(self._draft(row))
-        ids, cuts = self._tokenize(drafts)
         claims: list[Claim] = []
         encoded: list[EncodedRow] = []
-        for draft, text_ids, text_cuts in zip(drafts, ids, cuts, strict=True):
+        for draft, tokens in zip(drafts, self._tokenize(drafts), strict=True):
             with collect_problems(problems):
-                encoded.append(self._mask(draft, text_ids, text_cuts, claims))
+                encoded.append(self._mask(draft, *tokens, claims))
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
@@ -227,11 +217,11 @@ class RowEncoder:
 
     def _template(self, with_tools: bool) -> ChatTemplate:
         try:
-            source = self._tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
+            source = self.tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
         except ValueError as error:
             remedy = "set chat_template_path: recipes/configs/chat_templates/zephyr.jinja needs no new tokens"
             raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
-        variables = dict(self._tokenizer.special_tokens_map)
+        variables = dict(self.tokenizer.special_tokens_map)
         if self._eos_token is not None:
             variables["eos_token"] = self._eos_token
         try:
@@ -243,7 +233,7 @@ class RowEncoder:
         with_tools = bool(row.tools)
         if with_tools not in self._finders:
             template = self._template(with_tools)
-            ends = {token for token in (self._eos, self._tokenizer.eos_token) if token is not None}
+            ends = {token for token in (self._eos, self.tokenizer.eos_token) if token is not None}
             self._finders[with_tools] = SpanFinder(template, self._special.values(), self._eos_token, ends)
         return self._finders[with_tools]
 
@@ -259,12 +249,10 @@ class RowEncoder:
             turn = completion if completion.endswith(self._eos) else completion + self._eos
             refuse_inner_ends(row.where, "the answer", [completion], turn, [self._eos])
             text = row.prompt + completion
-            remarks = [Remark.PLAIN_TEXT] if self._chat_template or self._tokenizer.chat_template else []
+            remarks = [Remark.PLAIN_TEXT] if self._chat_template or self.tokenizer.chat_template else []
             draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))], remarks)
         else:
             draft = _Draft(row, row.text or "", None)
-        if len(draft.text) > self._max_characters:
-            draft = self._shorten(draft, int(self._max_characters))
         try:
             draft.text.encode()
         except UnicodeEncodeError as error:
@@ -272,37 +260,37 @@ class RowEncoder:
             raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
         return draft
 
-    def _shorten(self, draft: _Draft, end: int) -> _Draft:
-        if not self._cuts:
-            found = f"a text of {len(draft.text):,} characters, which is more than max_length tokens"
-            raise DataError(Problem(draft.row.where, found, "remove it, or set overlong to truncate, drop or split"))
-        spans = None if draft.spans is None else [(start, min(stop, end)) for start, stop in draft.spans if start < end]
-        return draft._replace(text=draft.text[:end], spans=spans, remarks=(*draft.remarks, Remark.CUT))
-
     def _reset_backend(self) -> None:
         """Disable truncation and padding, which an earlier call of the tokenizer leaves set, even in its saved file."""
         if self._backend.truncation or self._backend.padding:
             self._backend.no_truncation()
             self._backend.no_padding()
 
-    def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
-        """Return the token ids of each draft, and the number of tokens before each of its ``places``."""
+    def _tokenize(
+        self, drafts: Sequence[_Draft]
+    ) -> Iterable[tuple[npt.NDArray[np.uint32], list[int] | None, Encoding | None]]:
+        """Return the token ids of each draft, and where its places are: as ``ByteEnds.cut``, or in its encoding."""
         self._reset_backend()
         texts = [draft.text for draft in drafts]
-        if self._byte_ends is not None:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-            return ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts])
-        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        # The fast form computes no character offsets.
+        encode = self._backend.encode_batch_fast if self._byte_ends else self._backend.encode_batch
+        encodings = encode(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-        return ids, [self._try_cut(*pair) for pair in zip(drafts, encodings, strict=True)]
+        if self._byte_ends is None:
+            return zip(ids, repeat(None), encodings, strict=False)
+        return zip(ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts]), repeat(None), strict=False)
 
     def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
         return ids if has_prefix else np.concatenate([self._prefix, ids])
 
     def _mask(
-        self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
+        self,
+        draft: _Draft,
+        text_ids: npt.NDArray[np.uint32],
+        cuts: list[int] | None,
+        encoding: Encoding | None,
+        claims: list[Claim],
     ) -> EncodedRow:
         """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
         is_plain = draft.row.messages is None
@@ -321,7 +309,7 @@ class RowEncoder:
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
-            cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
+            cuts = self._cut(draft, encoding or self._backend.encode(draft.text, add_special_tokens=False))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         # `cuts` count tokens of the text, without the prefix; the appended EOS of a plain row is a target.
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
@@ -329,31 +317,15 @@ class RowEncoder:
             claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
 
-    def _try_cut(self, draft: _Draft, encoding: Encoding) -> list[int] | None:
-        try:
-            return self._cut(draft, encoding)
-        except DataError:
-            return None  # `_mask` repeats the call, and raises.
-
     def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
         """Return the number of tokens before each of the draft's ``places``."""
-        cuts = []
-        for at in draft.places:
-            try:
-                cuts.append(count_tokens_before(encoding, draft.text, at, self._special))
-            except MergedTokenError as error:
-                raise _merged(draft, error, at) from error
-        return cuts
-
-
-def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
-    left, right = draft.text[error.start : at], draft.text[at : error.end]
-    found = f"one token holds {left!r}, not trained on, and {right!r}, trained on; or the other way round"
-    if draft.row.messages is None:
-        remedy = "move the white space at the end of the prompt to the start of the completion"
-    else:
-        remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
-    return DataError(Problem(draft.row.where, found, remedy))
+        try:
+            return [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
+        except MergedTokenError as error:
+            remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+            if draft.row.messages is None:
+                remedy = "move the white space at the end of the prompt to the start of the completion"
+            raise DataError(Problem(draft.row.where, f"{error}, and only one of them is trained on", remedy)) from error
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
@@ -428,16 +400,12 @@ class ByteEnds:
 
     Args:
         tokenizer: A fast tokenizer for which ``ByteEnds.suits`` is True.
-
-    Attributes:
-        longest: Number of bytes of the longest token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         lengths = compute_token_byte_lengths(tokenizer)
         assert lengths is not None
         self._lengths = lengths
-        self.longest = int(lengths.max())
 
     @staticmethod
     def suits(tokenizer: PreTrainedTokenizerBase) -> bool:

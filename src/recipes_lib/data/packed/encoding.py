@@ -27,10 +27,9 @@ from rich.text import Text
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
+from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, concatenate_examples
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.data.sources.rows import BrokenRows, Row, Source, encode_valid
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
@@ -120,13 +119,18 @@ class EncodedMixture:
         mixture: The mixture; ``examples.row_ids`` are positions in it.
         examples: The tokenised rows, R examples.
         digests: Digests from ``compute_digests``, ``S16 (R,)``.
-        columns: Further arrays by name, each with R entries.
+        columns: Further arrays by name, each with R entries; of pairs among them ``prompt_digests`` and ``lengths``.
     """
 
     mixture: Mixture
     examples: Examples
     digests: npt.NDArray[np.bytes_]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Lengths that ``max_length`` limits, in tokens, ``int64 (R,)``: of pairs the prompt and the longer answer."""
+        return self.columns.get("lengths", self.examples.lengths)
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """Return the rows at ``positions``, ``int64 (K,)``, in that order."""
@@ -135,9 +139,7 @@ class EncodedMixture:
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """Return the locations of rows by position, for errors; reads the mixture again up to the last of them."""
-        numbers = {position: int(self.examples.row_ids[position]) for position in positions}
-        places = self.mixture.find_places(numbers.values())
-        return {position: places[number] for position, number in numbers.items()}
+        return self.mixture.find_places(self.examples.row_ids, positions)
 
 
 def read_seed(config: RecipeConfig) -> int:
@@ -146,16 +148,12 @@ def read_seed(config: RecipeConfig) -> int:
     return int(config.training.get("seed") or 0)
 
 
-def build_encoder(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
-) -> RowEncoder:
+def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
     """Build the encoder of a run.
 
     Args:
         config: Configuration of the run.
         tokenizer: Tokenizer of the run: a fast one that has the ``eos_token``.
-        max_length: Number of tokens above which rows are handled by ``overlong``; texts that certainly have more are
-            not tokenised whole. ``None`` if all tokens are needed.
 
     Raises:
         ConfigError: The chat template cannot be read.
@@ -164,17 +162,7 @@ def build_encoder(
     from recipes_lib.data.chat.encoder import RowEncoder
 
     tokens, template = config.tokens, read_chat_template(config)
-    # The share of lost targets is that of whole rows.
-    if tokens.overlong == "split" or (tokens.overlong != "error" and tokens.max_truncated_fraction is not None):
-        max_length = None
-    return RowEncoder(
-        tokenizer,
-        loss_on=tokens.loss_on,
-        chat_template=template,
-        eos_token=tokens.eos_token,
-        max_length=max_length,
-        cuts=tokens.overlong != "error",
-    )
+    return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
 
 
 def split_chunks(

@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
+from rich.table import Column, Table
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
@@ -32,14 +33,12 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
-    SplitAudit,
     describe_overlong,
     pack_split,
     read_audit,
     refuse_errors,
     sort_findings,
 )
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
@@ -48,7 +47,8 @@ from recipes_lib.data.sources.replay_dataset import (
     find_replay_warning,
     find_replayed,
 )
-from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.rows import BrokenRows
+from recipes_lib.data.sources.splits import SHARES_ROW, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
 from recipes_lib.errors import ConfigError, Problem, collect_problems, merge_alike, raise_problems
 
@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 LENGTH_MULTIPLE: Final = 64
 """A derived ``max_length`` is a multiple of this many tokens."""
+
+SHARES_PROMPT: Final = "have the prompt of a held-out row"
+"""Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
 
 _ROWS_PER_RECORD_BATCH: Final = 1000
 
@@ -81,6 +84,10 @@ class SetIdentity(NamedTuple):
     test: Mixture | None
 
 
+BuiltSet = tuple[Mapping[str, "pa.RecordBatchReader"], dict[str, Any]]
+Build = Callable[[RecipeConfig, "PreTrainedTokenizerBase", SetIdentity, TokenFile], BuiltSet]
+
+
 def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
     """Find the prepared set of a run, or build it; an existing set is found without loading a tokenizer.
 
@@ -94,24 +101,21 @@ def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank
         DataError: Rows are broken, too long, without targets, or both trained on and held out; the set cannot be
             written; on other ranks, local rank 0 has not built the set.
     """
-    identity = identify_set(config)
-    return prepare_set(
-        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
-    )
+    return prepare_set(config, load_tokenizer, identify_set(config), _build, local_rank)
 
 
 def prepare_set(
-    identity: SetIdentity,
-    build: Callable[[TokenFile], tuple[Mapping[str, pa.RecordBatchReader], dict[str, Any]]],
-    *,
-    local_rank: int,
+    config: RecipeConfig, load_tokenizer: TokenizerLoader, identity: SetIdentity, build: Build, local_rank: int
 ) -> PreparedSet:
     """Find a prepared set, or build it, with memory that does not grow with the number of its tokens.
 
     Args:
+        config: Configuration of the run.
+        load_tokenizer: Function that loads the tokenizer; called only to build the set.
         identity: Identity of the set.
-        build: Function of a file for tokens, which stays open until the rows are written. Returns the rows of each
-            split, which are consumed once, and the entries of the manifest other than ``key`` and ``inputs``.
+        build: Function of the configuration, the tokenizer, the identity, and a file for tokens, which stays open until
+            the rows are written. Returns the rows of each split, which are consumed once, and the entries of the
+            manifest other than ``key`` and ``inputs``.
         local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
@@ -120,7 +124,7 @@ def prepare_set(
 
     def write(staging: Path) -> dict[str, Any]:
         with TokenFile(identity.root) as file:
-            splits, manifest = build(file)
+            splits, manifest = build(config, load_tokenizer(config), identity, file)
             write_splits(staging, splits)
         return manifest
 
@@ -153,20 +157,14 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
-) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
+) -> BuiltSet:
     """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    encoder = build_encoder(config, tokenizer, config.tokens.max_length)
+    encoder = build_encoder(config, tokenizer)
     sides, broken = encode_sides(
-        config,
-        identity,
-        lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}),
-        file,
-        describe_overlong,
+        config, identity, lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}), file
     )
     sides = separate_sides(config, sides)
-    capacity = config.tokens.max_length or derive_max_length(
-        max(int(side.examples.lengths.max()) for side in sides.values())
-    )
+    capacity = config.tokens.max_length or derive_max_length(max(int(side.lengths.max()) for side in sides.values()))
     end_tokens = find_end_tokens(tokenizer)
     packed = {
         name: pack_split(name, side.examples, config.tokens, capacity, end_tokens, side.find_places, side.digests)
@@ -182,12 +180,7 @@ def _build(
 
 
 def encode_sides(
-    config: RecipeConfig,
-    identity: SetIdentity,
-    encode: Encode,
-    file: TokenFile,
-    describe: Callable[[str, int, int], Problem],
-    count: Callable[[EncodedMixture], IntArray] = lambda side: side.examples.lengths,
+    config: RecipeConfig, identity: SetIdentity, encode: Encode, file: TokenFile
 ) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
     """Encode the rows of ``train``, and those of ``eval`` if there is a ``dataset_test_split``.
 
@@ -198,9 +191,6 @@ def encode_sides(
         identity: Identity of the set.
         encode: Function that encodes the rows of a chunk, as for ``encode_mixture``.
         file: File for the tokens.
-        describe: Function that returns the problem of an overlong row, given its location, its length in tokens and
-            ``max_length``.
-        count: Function that returns the lengths that ``max_length`` limits, in tokens, ``int64 (R,)``.
 
     Returns:
         The encoded rows, and the counts of broken rows, by split.
@@ -220,50 +210,39 @@ def encode_sides(
     limit = config.tokens.max_length
     if config.tokens.overlong == "error" and limit is not None:
         for name, side in sides.items():
-            lengths = count(side)
-            places = side.find_places(np.flatnonzero(lengths > limit).tolist())
-            overlong = [describe(places[at], int(lengths[at]), limit) for at in sorted(places)]
+            places = side.find_places(np.flatnonzero(side.lengths > limit).tolist())
+            overlong = [describe_overlong(places[at], int(side.lengths[at]), limit) for at in sorted(places)]
             broken[name].fatal += merge_alike(overlong, broken[name].num_rows)
     problems = [problem for name, mixture in mixtures.items() for problem in broken[name].list_problems(mixture.name)]
     raise_problems(problems, identity.train.name)
     return sides, broken
 
 
-def separate_sides(
-    config: RecipeConfig,
-    sides: dict[str, EncodedMixture],
-    groups: Callable[[EncodedMixture], npt.NDArray[np.bytes_]] = lambda side: side.digests,
-    inseparable: str = "equal rows",
-    relation: str = "",
-) -> dict[str, EncodedMixture]:
+def separate_sides(config: RecipeConfig, sides: dict[str, EncodedMixture]) -> dict[str, EncodedMixture]:
     """Return ``train`` and, if rows are held out, ``eval``, after verifying that no row is in both.
 
     Args:
         config: Configuration of the run.
-        sides: Rows by split from ``encode_sides``; without ``eval``, ``test_split_size`` of ``train`` are held out.
-        groups: Function that returns a digest of each row, ``S16 (R,)``; rows with equal digests are on the same side.
-        inseparable: Description of rows with equal digests in the error.
-        relation: Predicate of training rows whose digest is that of a held-out row, in the error; empty if the digest
-            is that of the whole row.
+        sides: Rows by split from ``encode_sides``; without ``eval``, ``test_split_size`` of ``train`` are held out. Of
+            pairs, those with the same prompt are on the same side.
 
     Raises:
-        DataError: As ``split_rows``; or rows, or groups, are both trained on and held out.
+        DataError: As ``split_rows``; or rows, or prompts of pairs, are both trained on and held out.
     """
     train, held_out = sides["train"], sides.get("eval")
     if held_out is None:
         if config.data.test_split_size is None:
             return sides
-        split = split_rows(groups(train), config.data.test_split_size, read_seed(config), inseparable=inseparable)
+        groups = train.columns.get("prompt_digests", train.digests)
+        split = split_rows(groups, config.data.test_split_size, read_seed(config))
         return {"train": train.take(split.train), "eval": train.take(split.test)}
     problems: list[Problem] = []
-    kinds = [(train.digests, held_out.digests, "are held-out rows too")]
-    kinds += [(groups(train), groups(held_out), relation)] if relation else []
-    for train_digests, eval_digests, what in () if config.data.allow_eval_overlap else kinds:
-        overlap = find_overlap(train_digests, eval_digests)
-        train_places = train.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
+    kinds = [(train.digests, held_out.digests, SHARES_ROW)]
+    if "prompt_digests" in train.columns:
+        kinds.append((train.columns["prompt_digests"], held_out.columns["prompt_digests"], SHARES_PROMPT))
+    for train_digests, eval_digests, relation in () if config.data.allow_eval_overlap else kinds:
         with collect_problems(problems):
-            refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
+            refuse_overlap(train_digests, eval_digests, train.find_places, held_out.find_places, relation)
     raise_problems(problems, "dataset_test_split")
     return sides
 
@@ -369,22 +348,19 @@ def render_summary(prepared: PreparedSet) -> Table:
     """Return a table of the figures of a prepared set, with a column for each split."""
     manifest = prepared.manifest
     capacity = int(manifest["max_length"])
-    table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
-    table.add_column()
     splits = [name for name in ("train", "eval") if name in manifest]
     audits = [read_audit(manifest[split]) for split in splits]
-    for split in splits:
-        table.add_column(split, justify="right")
-    figures: Sequence[tuple[str, Callable[[SplitAudit], str]]] = (
-        ("rows", lambda audit: f"{audit.num_rows:,}"),
-        ("tokens", lambda audit: f"{audit.num_packed_tokens:,}"),
-        ("trained on", lambda audit: f"{audit.target_fraction:.1%}"),
-        ("row length, median / longest", lambda audit: f"{audit.length_p50:,} / {audit.length_max:,}"),
-        ("packs", lambda audit: f"{audit.num_packs:,}"),
-        ("packing efficiency", lambda audit: f"{audit.packing_efficiency(capacity):.1%}"),
-    )
-    for label, value in figures:
-        table.add_row(label, *(value(audit) for audit in audits))
+    title = f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else "")
+    table = Table("", *(Column(split, justify="right") for split in splits), title=title)
+    for label, values in (
+        ("rows", [f"{audit.num_rows:,}" for audit in audits]),
+        ("tokens", [f"{audit.num_packed_tokens:,}" for audit in audits]),
+        ("trained on", [f"{audit.target_fraction:.1%}" for audit in audits]),
+        ("row length, median / longest", [f"{audit.length_p50:,} / {audit.length_max:,}" for audit in audits]),
+        ("packs", [f"{audit.num_packs:,}" for audit in audits]),
+        ("packing efficiency", [f"{audit.packing_efficiency(capacity):.1%}" for audit in audits]),
+    ):
+        table.add_row(label, *values)
     add_findings(table, manifest["findings"])
     return table
 
@@ -497,7 +473,6 @@ def add_eval_sets(
     data: Rows,
     prepare: Callable[[RecipeConfig], PreparedSet],
     trained: Sequence[TrainedSet],
-    relation: str = "are held-out rows too",
 ) -> Rows:
     """Return the data of a run, completed by the rows of its ``eval_datasets``.
 
@@ -506,7 +481,6 @@ def add_eval_sets(
         data: Data of the run without ``eval_sets``.
         prepare: Function that finds or builds the prepared set of a configuration.
         trained: Sets that are trained on, with which the held-out sets are compared; empty on ranks other than 0.
-        relation: Predicate of a training row that is also held out, in the error.
 
     Raises:
         ConfigError: As ``prepare``.
@@ -516,11 +490,11 @@ def add_eval_sets(
     sets = {name: (run, prepare(run)) for name, run in derived.items()}
     if trained and not config.data.allow_eval_overlap:
         named = [(load_train_data(run.data), prepared.train) for run, prepared in sets.values()]
-        _refuse_overlap(trained, named, relation)
+        _refuse_overlap(trained, named)
         if (own := trained[0][1].eval) is not None:
             # New rows were compared when they were prepared; replayed ones were not.
             mixture = load_test_data(config.data) or load_train_data(config.data, seed=read_seed(config))
-            _refuse_overlap(trained[1:], [(mixture, own)], relation)
+            _refuse_overlap(trained[1:], [(mixture, own)])
     if not sets:
         return data
     record = {
@@ -531,9 +505,7 @@ def add_eval_sets(
     return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": record})
 
 
-def _refuse_overlap(
-    trained: Sequence[TrainedSet], held_out: Sequence[tuple[Mixture, datasets.Dataset]], relation: str
-) -> None:
+def _refuse_overlap(trained: Sequence[TrainedSet], held_out: Sequence[tuple[Mixture, datasets.Dataset]]) -> None:
     """Raise if held-out rows are also trained on, compared by token ids; pairs by those of their prompts.
 
     Raises:
@@ -543,13 +515,10 @@ def _refuse_overlap(
     digested = [_digest_rows(rows) for _, rows in held_out if trained]
     for config, prepared in trained if held_out else ():  # To digest all rows takes minutes.
         train_digests, train_ids = _digest_rows(prepared.train)
+        relation = SHARES_PROMPT if "prompt_ids" in prepared.train.column_names else SHARES_ROW
+        find_train_places = partial(load_train_data(config.data, seed=read_seed(config)).find_places, train_ids)
         for (mixture, _), (eval_digests, eval_ids) in zip(held_out, digested, strict=True):
-            overlap = find_overlap(train_digests, eval_digests)
-            # From positions in the prepared sets to positions in the mixtures, whose locations can be looked up.
-            pairs = [(int(train_ids[train]), int(eval_ids[test])) for train, test in overlap.pairs]
-            places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
-            test_places = mixture.find_places({test for _, test in pairs})
-            overlap = Overlap(overlap.num_rows, pairs)
+            find_eval_places = partial(mixture.find_places, eval_ids)
             with collect_problems(problems):
-                refuse_overlap(overlap, places.__getitem__, test_places.__getitem__, relation=relation)
+                refuse_overlap(train_digests, eval_digests, find_train_places, find_eval_places, relation)
     raise_problems(problems, "allow_eval_overlap")

@@ -66,6 +66,7 @@ class PreviewRow:
 
 Shown = list[PreviewRow]
 """What is shown of a row of the dataset: one row, or one for each answer of a pair."""
+Show = Callable[[Row], Shown]
 
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
@@ -118,12 +119,22 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
 
         prompts = load_prompt_data(config, tokenizer).train[:num_rows]
         return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
-    show = _show_pairs if config.recipe in ("reward", "dpo") else _show_texts
-    return list(chain.from_iterable(islice(show(config, tokenizer), num_rows)))
+    open_rows = _open_pairs if config.recipe in ("reward", "dpo") else _open_texts
+    return list(chain.from_iterable(islice(_show_rows(config, *open_rows(config, tokenizer)), num_rows)))
 
 
-def _show_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
-    """Yield one row of each text or chat."""
+def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Show) -> Iterator[Shown]:
+    """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
+    for row in rows:
+        try:
+            yield show(row)
+        except DataError:
+            if config.tokens.broken_rows != "drop":
+                raise
+
+
+def _open_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Iterable[Row], Show]:
+    """Return texts or chats, and the function that shows one row of each."""
     if config.recipe == "pretrain":
         rows: Iterable[Row] = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         encoder = build_encoder(select_options(config), tokenizer)
@@ -134,34 +145,23 @@ def _show_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Ite
     def show(row: Row) -> Shown:
         return [PreviewRow(row.where, compute_pieces(tokenizer, encode_chunk(encoder, [row], [0])))]
 
-    return _show_rows(config, rows, show)
+    return rows, show
 
 
-def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Callable[[Row], Shown]) -> Iterator[Shown]:
-    """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
-    for row in rows:
-        try:
-            yield show(row)
-        except DataError:
-            if config.tokens.broken_rows != "drop":
-                raise
-
-
-def _show_pairs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Shown]:
-    """Yield two rows of each pair: the prompt with the chosen and with the rejected answer."""
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
-    from recipes_lib.data.pairs.preference_sets import read_as_pairs
+def _open_pairs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Iterable[Row], Show]:
+    """Return pairs, and the function that shows two rows of each: the prompt with either answer."""
+    from recipes_lib.data.pairs.preference_sets import encode_pairs, read_as_pairs
 
     data = read_as_pairs(config).data
     rows = load_train_data(data, seed=read_seed(config)).rows(config.tokens)
-    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+    encoder = build_encoder(config, tokenizer)
 
     def show(row: Row) -> Shown:
-        ((prompt, *answers, _),) = encoder.encode([row])
+        ((prompt, *answers, _),) = encode_pairs(encoder, [row])
         named = zip(("chosen", "rejected"), answers, strict=True)
         return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
 
-    return _show_rows(config, rows, show)
+    return rows, show
 
 
 def _preview_answer(

@@ -23,7 +23,6 @@ from recipes_lib.data.packed.packing import Examples, LengthCounts
 from recipes_lib.data.packed.prepared_set import PreparedRows, add_eval_sets, open_set, prepare
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
-    FindPlaces,
     PackedSplit,
     SplitAudit,
     check_audit,
@@ -33,10 +32,9 @@ from recipes_lib.data.packed.supervision_audit import (
     refuse_errors,
     sort_findings,
 )
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
-from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.data.sources.rows import BrokenRows, Row, encode_valid
+from recipes_lib.data.sources.splits import Digests, FindPlaces, compute_digests, compute_row_digest, refuse_overlap
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import DataError, merge_alike, raise_problems
 
@@ -132,9 +130,9 @@ class _Windows:
         """
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
-        encoder = build_encoder(self.config, self.tokenizer, capacity)
+        encoder = build_encoder(self.config, self.tokenizer)
         end_tokens = find_end_tokens(self.tokenizer)
-        (held_out, places), name = self._read_held_out(), self.mixture.name
+        (held_out, held_out_places), name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)
 
         def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Sequence[Row], Digests]:
@@ -146,15 +144,15 @@ class _Windows:
             if encoded is None or broken.exceeds_limit:
                 break
             examples, rows, digests = encoded
-            train_places = [row.where for row in rows]
-            refuse_overlap(find_overlap(digests, held_out), train_places.__getitem__, places.__getitem__)
+            places = _name_places([row.where for row in rows])
+            refuse_overlap(digests, held_out, places, _name_places(held_out_places))
             too_long = np.flatnonzero(examples.lengths > capacity).tolist()
             if too_long and tokens.overlong == "error":
                 lengths = examples.lengths.tolist()
                 overlong = [describe_overlong(rows[at].where, lengths[at], capacity) for at in too_long]
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
-                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows), digests)
+                packed = pack_split(self.split, examples, tokens, capacity, end_tokens, places, digests)
                 dropped = [Finding("warning", text) for text in (broken.list_warnings(self.split) if problems else ())]
                 yield replace(packed, findings=sort_findings([*packed.findings, *dropped]))
         raise_problems(broken.list_problems(name), name)
@@ -174,8 +172,8 @@ class _Windows:
         return np.array(digests, "S16"), places
 
 
-def _name_places(rows: Sequence[Row]) -> FindPlaces:
-    return lambda positions: {at: rows[at].where for at in positions}
+def _name_places(places: Sequence[str]) -> FindPlaces:
+    return lambda positions: {at: places[at] for at in positions}
 
 
 def _build_pack(packed: PackedSplit, at: int) -> Pack:

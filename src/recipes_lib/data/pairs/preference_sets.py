@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
+    BuiltSet,
     PreparedRows,
     SetIdentity,
     add_eval_sets,
@@ -37,19 +39,126 @@ from recipes_lib.data.packed.supervision_audit import (
     check_remarks,
     summarize_lengths,
 )
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.sources.splits import compute_digests, count_duplicates
 from recipes_lib.data.store import PreparedSet
-from recipes_lib.errors import ConfigError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder
+    from recipes_lib.data.chat.encoder import RowEncoder
 
-_SHARES_PROMPT: Final = "have the prompt of a held-out row"
-"""Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
+TokenIds = npt.NDArray[np.uint32]
+
+
+class EncodedPair(NamedTuple):
+    """A tokenised pair; the model reads ``prompt_ids`` followed by either answer.
+
+    Attributes:
+        prompt_ids: Token ids of the prompt, including the generation prompt; at least one, ``uint32``.
+        chosen_ids: Token ids of the chosen answer, up to and including its end token; at least one, ``uint32``.
+        rejected_ids: Token ids of the rejected answer, in the same form.
+        remarks: Remarks on the row with either answer, for the audit.
+    """
+
+    prompt_ids: TokenIds
+    chosen_ids: TokenIds
+    rejected_ids: TokenIds
+    remarks: Collection[Remark] = ()
+
+
+def encode_pairs(encoder: RowEncoder, rows: Sequence[Row]) -> list[EncodedPair]:
+    """Return the token ids of each pair, in order.
+
+    An answer has the target tokens of fine-tuning: those from the end of the generation prompt to the end token.
+    Text that the template writes after it is dropped. The separately tokenised prompt is verified to be a prefix of
+    both texts, token by token.
+
+    Args:
+        encoder: Encoder that renders, tokenises and masks each answer as in fine-tuning, with ``loss_on`` unset.
+        rows: Rows of the layout ``preference``.
+
+    Raises:
+        DataError: Rows cannot be rendered, tokenised or masked exactly; have no prompt, an answer that is not one
+            assistant turn, or one that does not continue the prompt. Has the problems of all rows.
+
+    Source: ``RowEncoder``; ``tests/data/pairs/test_pair_encoding.py`` compares with rendering and tokenisation by
+    transformers.
+    """
+    problems = [problem for row in rows if (problem := _check_turns(row))]
+    valid = [row for row in rows if not _check_turns(row)] if problems else rows
+    answers: list[EncodedRow] = []
+    try:
+        # Chosen and rejected answers alternate, in a single call, in which the tokenizer is parallel.
+        answers = encoder.encode([row for pair in valid for row in (pair, take_rejected(pair))])
+    except DataError as error:
+        problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs with both answers.
+    pairs = []
+    # After an error `answers` is empty, and no pair is joined.
+    for row, chosen, rejected in zip(valid, answers[::2], answers[1::2], strict=False):
+        with collect_problems(problems):
+            pairs.append(_join_pair(encoder, row, chosen, rejected))
+    if problems:
+        raise DataError(*problems)
+    return pairs
+
+
+def _join_pair(encoder: RowEncoder, row: Row, chosen: EncodedRow, rejected: EncodedRow) -> EncodedPair:
+    prompt = encoder.encode_prompt(row)
+    if not len(prompt):
+        found = "the prompt has no token that could predict the first token of an answer"
+        raise DataError(Problem(row.where, found, "write a prompt, or remove the row"))
+    answers = {"chosen": chosen, "rejected": rejected}
+    cuts = [_cut_answer(encoder, row, name, prompt, answer) for name, answer in answers.items()]
+    remarks = tuple(dict.fromkeys([*chosen.remarks, *rejected.remarks]))
+    return EncodedPair(prompt, cuts[0], cuts[1], remarks)
+
+
+def _cut_answer(encoder: RowEncoder, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
+    """Return the tokens of an answer, from the first one after the prompt to the last target."""
+    ids, targets = answer.input_ids, np.flatnonzero(answer.loss_mask)
+    if not np.array_equal(ids[: len(prompt)], prompt):
+        raise _refuse_prefix(encoder, row, name, prompt, ids)
+    if not len(targets) or (targets != len(prompt) + np.arange(len(targets))).any():
+        found = f"the targets of `{name}` are not contiguous from the end of the generation prompt"
+        remedy = "let {% generation %} enclose what the chat template writes after its generation prompt"
+        raise DataError(Problem(row.where, found, remedy))
+    return ids[len(prompt) : len(prompt) + len(targets)]
+
+
+def _refuse_prefix(encoder: RowEncoder, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
+    shared = min(len(prompt), len(ids))
+    at = int(np.argmax(np.append(prompt[:shared] != ids[:shared], True)))
+    expected, written = (encoder.tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
+    found = f"`{name}` does not begin with the prompt: token {at} starts {written!r} instead of {expected!r}"
+    if row.messages is None:
+        remedy = "move the white space at the end of the prompt to the start of both answers"
+    else:
+        template = "let the chat template write its generation prompt before every answer (chat_template_path)"
+        remedy = f"{Remark.OTHER_OPENING.remedy}; otherwise {template}"
+    return DataError(Problem(row.where, found, remedy))
+
+
+def _check_turns(row: Row) -> Problem | None:
+    assert row.rejected is not None, "not a row of the `preference` layout"
+    if row.messages is None:
+        return None
+    for name, turns in (("chosen", row.messages[row.num_prompt_messages :]), ("rejected", row.rejected)):
+        if len(turns) != 1:
+            found = f"`{name}` has {len(turns)} messages after the prompt, and an answer is one assistant turn"
+            return Problem(row.where, found, "end both chats with the first turn in which they differ")
+    return None
+
+
+def take_rejected(row: Row) -> Row:
+    """Return the row with its rejected answer in place of the chosen one."""
+    if isinstance(row.rejected, str):
+        return replace(row, completion=row.rejected)
+    assert row.messages is not None
+    assert row.rejected is not None
+    return replace(row, messages=[*row.messages[: row.num_prompt_messages], *row.rejected])
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
@@ -68,10 +177,7 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
         DataError: Rows are broken or too long; rows or their prompts are both trained on and held out; no pair is left;
             the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
-    identity = identify_pairs(config)
-    return prepare_set(
-        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
-    )
+    return prepare_set(config, load_tokenizer, identify_pairs(config), _build, local_rank)
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
@@ -107,20 +213,21 @@ def read_as_pairs(config: RecipeConfig) -> RecipeConfig:
     return replace(config, data=data)
 
 
-def _encode_pairs(
-    encoder: PairEncoder, rows: Sequence[Row], row_ids: Sequence[int]
+def _encode_examples(
+    encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]
 ) -> tuple[Examples, dict[str, npt.NDArray[Any]]]:
     """Encode each pair as one example: prompt, chosen and rejected answer, concatenated, with the answers as targets.
 
     Raises:
         DataError: Rows cannot be tokenised or masked.
     """
-    pairs, examples = encoder.encode(rows), []
+    pairs, examples = encode_pairs(encoder, rows), []
     for pair in pairs:
         ids = np.concatenate(pair[:3])
         examples.append(EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids), pair.remarks))
     return build_examples(examples, row_ids), {
         "prompt_digests": compute_digests(map(_take_prompt, rows)),
+        "lengths": np.array([len(pair[0]) + max(map(len, pair[1:3])) for pair in pairs], np.int32),
         "num_chosen": np.array([len(pair.chosen_ids) for pair in pairs], np.int32),
         "is_identical": np.array([np.array_equal(*pair[1:3]) for pair in pairs], np.bool_),
         "margins": np.array([row.margin for row in rows], np.float32),
@@ -132,40 +239,17 @@ def _take_prompt(row: Row) -> Row:
     return replace(row, messages=messages, completion=None, rejected=None)
 
 
-def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
-    found = f"prompt and longer answer have {length:,} tokens, max_length is {max_length:,}"
-    return Problem(where, found, "raise max_length, or set overlong to drop", size=length)
-
-
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
-) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
+) -> BuiltSet:
     """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    # Imports transformers, which is slow and not needed to find an existing set.
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder
-
-    # Of a cut text, the answer could be lost, so that only an error can be found early.
-    limit = config.tokens.max_length if config.tokens.overlong == "error" else None
-    encoder = PairEncoder(build_encoder(config, tokenizer, limit), tokenizer)
-    read, broken = encode_sides(
-        config,
-        identity,
-        lambda rows, row_ids: _encode_pairs(encoder, rows, row_ids),
-        file,
-        _describe_overlong,
-        lambda side: count_tokens(side).lengths,
-    )
+    encoder = build_encoder(config, tokenizer)
+    read, broken = encode_sides(config, identity, partial(_encode_examples, encoder), file)
     sides, dropped = {}, {}
     for name, side in read.items():
         sides[name], dropped[name] = drop_pairs(side, config.tokens.max_length)
     _refuse_empty(sides, dropped)
-    sides = separate_sides(
-        config,
-        sides,
-        lambda side: side.columns["prompt_digests"],
-        inseparable="rows with the same prompt",
-        relation=_SHARES_PROMPT,
-    )
+    sides = separate_sides(config, sides)
     audits = {name: compute_pair_audit(side) for name, side in sides.items()}
     findings = [
         finding
@@ -277,7 +361,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
 
     fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
     data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))
-    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [], _SHARES_PROMPT)
+    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
 def render_summary(prepared: PreparedSet) -> Table:
@@ -406,18 +490,12 @@ class PairTokens(NamedTuple):
     chosen: IntArray
     rejected: IntArray
 
-    @property
-    def lengths(self) -> IntArray:
-        """Number of tokens of the prompt and the longer answer, ``int64 (P,)``."""
-        lengths: IntArray = self.prompt + np.maximum(self.chosen, self.rejected)
-        return lengths
-
 
 def count_tokens(pairs: EncodedMixture) -> PairTokens:
     """Return the lengths of the parts of each pair.
 
     Args:
-        pairs: Pairs as encoded by ``_encode_pairs``, with the column ``num_chosen``, tokens of each chosen answer.
+        pairs: Pairs as encoded by ``_encode_examples``, with the column ``num_chosen``, tokens of each chosen answer.
     """
     answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
     return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
@@ -430,8 +508,8 @@ def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMi
         pairs: As for ``count_tokens``, with the column ``is_identical``, True if both answers have the same tokens.
         max_length: Maximum number of tokens of a prompt with either answer; ``None`` for no limit.
     """
-    tokens, is_identical = count_tokens(pairs), pairs.columns["is_identical"]
-    is_overlong = ~is_identical & (tokens.lengths > (np.inf if max_length is None else max_length))
+    is_identical = pairs.columns["is_identical"]
+    is_overlong = ~is_identical & (pairs.lengths > (np.inf if max_length is None else max_length))
     counts = DropCounts(
         num_rows=len(is_identical),
         num_identical=int(is_identical.sum()),
@@ -464,7 +542,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
         num_prompt_tokens=int(tokens.prompt.sum()),
         num_chosen_tokens=int(tokens.chosen.sum()),
         num_rejected_tokens=int(tokens.rejected.sum()),
-        **summarize_lengths(tokens.lengths),
+        **summarize_lengths(pairs.lengths),
         terminators=sorted(terminators),
     )
 

@@ -13,13 +13,12 @@ from typing import Any, Final
 
 from recipes_lib.config.paths import expand_home, suggest_sibling
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.messages import REASONING
 from recipes_lib.data.sources.readers import TextDocuments
-from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
+from recipes_lib.data.sources.rows import BrokenRows, Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")

@@ -376,40 +376,40 @@ _KNOWN: Final = (
 MIN_BYTES: Final = 64 * 2**20
 """Size from which digests are cached; smaller files are hashed in about 0.1 s."""
 
+_DIGESTS: Final = "~/.cache/recipes_lib/digests"
 _SETTLED_NS: Final = 2 * 10**9
 """Minimum age of a cached file's last change: a later change within the clock's resolution has the same time."""
 
 
-def compute_digest(path: Path, cache: Path | None = None) -> bytes:
+def compute_digest(path: Path) -> bytes:
     """Return the SHA-256 of a file's content, 32 bytes.
 
     The digest of a large file is cached with the file's device, inode, size, ``mtime`` and ``ctime``, and is reused
-    while all of these are equal. ``ctime`` makes this safe, because programs cannot set it.
+    while all of these are equal. ``ctime`` makes this safe, because programs cannot set it. If the folder of cached
+    digests cannot be written, the file is hashed every time.
 
     Args:
         path: The file.
-        cache: Folder of cached digests. Default: ``~/.cache/recipes_lib/digests``. A folder that cannot be written is
-            not an error: the file is then hashed every time.
 
     Raises:
         OSError: The file cannot be read.
-        ConfigError: The default cache is needed, and the user has no home folder.
+        ConfigError: The file is large, and the user has no home folder.
 
     Source: ``hashlib.file_digest``; ``tests/data/sources/test_local_files.py``.
     """
     with path.open("rb") as file:
         before = _describe(file.fileno())
-        if before["size"] < MIN_BYTES:
+        if before["st_size"] < MIN_BYTES:
             return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-        entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
+        entry = Path(expand_home(_DIGESTS)) / f"{name}.json"
         with suppress(DataError, ValueError):  # A missing or damaged entry is written again.
             cached = read_record(entry, {"sha256": str})
             if cached.get("file") == before:
                 return bytes.fromhex(cached["sha256"])
         digest = bytes.fromhex(hash_file(file))
         # Not cached while the file is being written, or if it changed so recently that `_SETTLED_NS` applies.
-        if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
+        if _describe(file.fileno()) == before and time.time_ns() - before["st_ctime_ns"] > _SETTLED_NS:
             with suppress(OSError):  # Without a cache, the next process hashes the file again.
                 entry.parent.mkdir(parents=True, exist_ok=True)
                 replace_record(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
@@ -418,10 +418,4 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
 
 def _describe(descriptor: int) -> dict[str, int]:
     status = os.fstat(descriptor)
-    return {
-        "device": status.st_dev,
-        "inode": status.st_ino,
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-    }
+    return {name: getattr(status, name) for name in ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")}

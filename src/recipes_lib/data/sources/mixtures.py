@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from recipes_lib.config.paths import expand_home, names_path
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.config.settings import is_local
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.canonical import open_entry, read_entries
-from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
 MAX_EPOCHS: Final = 4
@@ -211,11 +211,19 @@ class Mixture:
                 yield from self._read(part, num_passes)
         raise_problems(problems, self.name)
 
-    def find_places(self, numbers: Collection[int]) -> dict[int, str]:
-        """Return the locations of rows by their position in ``entries``; reads the sources again up to the last row."""
-        stop = max(numbers, default=-1) + 1
+    def find_places(self, row_ids: npt.NDArray[np.int64], positions: Collection[int]) -> dict[int, str]:
+        """Return the locations of rows by position, for errors; reads the sources again up to the last of them.
+
+        Args:
+            row_ids: Position of each row in ``entries``, ``int64 (R,)``.
+            positions: Positions in ``row_ids``.
+        """
+        numbers = {position: int(row_ids[position]) for position in positions}
+        stop = max(numbers.values(), default=-1) + 1
         entries = enumerate(itertools.islice(self.entries() if stop else (), stop))
-        return {number: entry.where for number, entry in entries if number in numbers}
+        wanted = set(numbers.values())
+        places = {number: entry.where for number, entry in entries if number in wanted}
+        return {position: places[number] for position, number in numbers.items()}
 
     def _count_passes(self) -> list[float]:
         """Return the number of passes over the rows of each part, which may be fractional."""

@@ -13,11 +13,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import date, time
 from decimal import Decimal
 from io import BufferedReader
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard
 
 from recipes_lib.data.sources.messages import describe
 from recipes_lib.data.sources.rows import Entry, RawRow
@@ -179,8 +180,7 @@ def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
         try:
             value = _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
-            column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            yield Problem(f"{name}:{number}", f"invalid JSON{column}: {_explain(error)}", _LINE_REMEDY)
+            yield Problem(f"{name}:{number}", _explain(error), _LINE_REMEDY)
         else:
             yield _to_entry(value, f"{name}:{number}", number)
 
@@ -194,9 +194,7 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
-        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        found = f"invalid JSON{column}: {_explain(error)}"
-        raise DataError(Problem(where, found, _DOCUMENT_REMEDY)) from None
+        raise DataError(Problem(where, _explain(error), _DOCUMENT_REMEDY)) from None
     wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
     rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
     for index, row in enumerate(rows):
@@ -216,26 +214,24 @@ def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
         blank = _BLANK.match(text, at)
         return blank.end() if blank else at
 
-    def fail(found: str, at: int) -> NoReturn:
-        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        raise DataError(Problem(f"{name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
-
     at, index = skip_blank(skip_blank(0) + 1), 0
-    while index or text[at : at + 1] != "]":
-        try:
+    try:
+        while index or text[at : at + 1] != "]":
             value, at = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            fail(f"invalid JSON: {_explain(error)}", error.pos if isinstance(error, json.JSONDecodeError) else at)
-        yield _to_entry(value, f"{name} row {index}", index)
-        at, index = skip_blank(at), index + 1
-        if text[at : at + 1] == "]":
-            break
-        if text[at : at + 1] != ",":
-            fail("the array is not closed" if at == len(text) else "expected `,` or `]`", at)
+            yield _to_entry(value, f"{name} row {index}", index)
+            at, index = skip_blank(at), index + 1
+            if text[at : at + 1] == "]":
+                break
+            if text[at : at + 1] != ",":
+                found = "the array is not closed" if at == len(text) else "expected `,` or `]`"
+                raise json.JSONDecodeError(found, text, at)
+            at = skip_blank(at + 1)
         at = skip_blank(at + 1)
-    at = skip_blank(at + 1)
-    if at < len(text):
-        fail("text after the array", at)
+        if at < len(text):
+            raise json.JSONDecodeError("text after the array", text, at)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else text.count("\n", 0, at) + 1
+        raise DataError(Problem(f"{name}:{line}", _explain(error), _DOCUMENT_REMEDY)) from None
 
 
 def _take_two(lines: Iterator[Line]) -> list[Line]:
@@ -266,10 +262,10 @@ def _to_entry(value: object, where: str, index: int) -> Entry:
     return Problem(where, f"the row is {describe(value)}, not an object", "write each row as {column: value}")
 
 
-def _explain(error: BaseException) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+def _explain(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON at column {error.colno}: {error.msg}"
+    return f"invalid JSON: {'nested too deeply' if isinstance(error, RecursionError) else error}"
 
 
 def _find_repeated(names: Iterable[str]) -> str | None:
@@ -378,23 +374,14 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _refuse_damage(name, "Parquet", "write or download it again"):
         # A compressed file has no random access, and is read into memory.
         table = pq.ParquetFile(file if file.seekable() else pa.BufferReader(file.read()))
-        _check_header(table.schema_arrow.names, name)
-        decode = _find_decoder(table.schema_arrow)
         groups = range(table.num_row_groups) if groups is None else groups
+        batches = table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups))
         # Rows are numbered from the start of the file, whichever groups are read.
-        index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
-            for columns in batch.to_pylist():
-                yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
-                index += 1
-    except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-        if is_disk_failure(error):
-            raise
-        found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
-        raise DataError(Problem(name, found, "write or download it again")) from None
+        first = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
+        yield from _convert_batches(batches, table.schema_arrow, name, first)
 
 
 def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
@@ -408,26 +395,40 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
     """
     import pyarrow as pa
 
-    try:
+    with _refuse_damage(name, "Arrow", "write it again, with `save_to_disk` or pyarrow"):
         is_stream = file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE
         # The file format has its index at the end; a compressed file has no random access and is read into memory.
         reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
-        _check_header(reader.schema.names, name)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        decode, index = _find_decoder(reader.schema), 0
-        for batch in batches:
-            # pyarrow trusts offsets unless asked to validate them; those of a damaged file read out of bounds or crash.
-            batch.validate(full=True)
-            for start in range(0, batch.num_rows, _BATCH_ROWS):
-                for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
-                    yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
-                    index += 1
+        yield from _convert_batches(batches, reader.schema, name)
+
+
+@contextmanager
+def _refuse_damage(name: str, kind: str, remedy: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, MemoryError) as error:
         if is_disk_failure(error):
             raise
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
-        found = f"not a whole Arrow file: {reason}"
-        raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
+        raise DataError(Problem(name, f"not a whole {kind} file: {reason}", remedy)) from None
+
+
+def _convert_batches(
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, name: str, index: int = 0
+) -> Iterator[Entry]:
+    """Yield the rows of Arrow batches, numbered from ``index``."""
+    _check_header(schema.names, name)
+    decode = _find_decoder(schema)
+    for batch in batches:
+        # pyarrow trusts offsets unless asked to validate them; those of a damaged file read out of bounds or crash.
+        batch.validate(full=True)
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
+                yield RawRow(f"{name} row {index}", index, spell_as_json(decode(columns)))
+                index += 1
 
 
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:

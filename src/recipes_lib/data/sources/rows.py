@@ -1,16 +1,26 @@
-"""The canonical row, to which every dataset layout is converted and from which text is rendered; its remarks."""
+"""The canonical row, to which every dataset layout is converted and from which text is rendered; its remarks.
+
+Broken rows are collected and raised together, or dropped and counted (``broken_rows``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.errors import Problem
+from recipes_lib.config.schema import TokensConfig
+from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
+
+_MIN_ROWS: Final = 500
+"""Rows of a stream from which on its share of broken rows is compared with ``max_broken_fraction``."""
+
+Item = TypeVar("Item")
+Chunk = TypeVar("Chunk")
 
 Message = Mapping[str, Any]
 """A chat turn: ``role``, ``content`` and further keys that chat templates read (``tool_calls``, ``thinking``)."""
@@ -111,9 +121,8 @@ _THINKING: Final = "set `thinking` or `enable_thinking` in the column `chat_temp
 
 
 class Remark(Enum):
-    """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
+    """A remark on a row, for a warning of the audit: ``N rows {found}``, and its remedy."""
 
-    CUT = "have so many characters beyond max_length that only their beginning was tokenised and counted", ""
     LOST_BESIDE_CALL = (
         "say something beside a tool call that the chat template does not write, or only after the answer of the tool",
         _OTHER_TEMPLATE,
@@ -166,3 +175,149 @@ def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
     """Return the positions of the rows with each remark that occurs, ordered by the first row."""
     rows = {remark: np.flatnonzero(bits >> number & 1) for number, remark in enumerate(Remark)}
     return {remark: at for remark, at in sorted(rows.items(), key=lambda item: item[1][:1].tolist()) if len(at)}
+
+
+class BrokenRows:
+    """Row counts and collected problems of a source or mixture, handled according to ``broken_rows``.
+
+    Attributes:
+        are_dropped: True if broken rows are dropped, up to ``max_broken_fraction``; False if any of them is an error.
+        num_rows: Number of rows read, including broken ones.
+        num_broken: Number of rows that cannot be read, rendered or tokenised.
+        fatal: Problems that are errors for every value of ``broken_rows``: truncated files, overlong rows.
+    """
+
+    def __init__(
+        self, tokens: TokensConfig | None = None, *, is_stream: bool = False, num_rows: int = 0, num_broken: int = 0
+    ) -> None:
+        """Initialise the counts, from 0 or with those of an interrupted process.
+
+        Args:
+            tokens: Options that determine the handling. Default: broken rows are errors.
+            is_stream: Whether the rows are streamed; reading stops once too many of them are broken.
+            num_rows: Initial number of rows.
+            num_broken: Initial number of broken rows.
+        """
+        options = tokens or TokensConfig()
+        self._is_stream = is_stream
+        self.are_dropped = options.broken_rows == "drop"
+        self._max_fraction = options.max_broken_fraction if self.are_dropped else 0.0
+        self.num_rows, self.num_broken = num_rows, num_broken
+        self.fatal: list[Problem] = []
+        self._problems: list[Problem] = []
+
+    def add(self, num_rows: int, problems: Sequence[Problem]) -> None:
+        """Add ``num_rows`` rows to the count, and the problems of those that are broken."""
+        self.num_rows += num_rows
+        # One row can have several problems, and counts once.
+        self.num_broken += len({problem.where for problem in problems})
+        self._problems += problems
+
+    def filter_valid(self, entries: Iterable[Item | Problem]) -> Iterator[Item]:
+        """Yield the valid entries; if broken rows are errors, only those before the first broken one.
+
+        Problems are collected, not raised.
+        """
+        with collect_problems(self.fatal):
+            for entry in entries:
+                self.add(1, [entry] if isinstance(entry, Problem) else [])
+                if not isinstance(entry, Problem) and (self.are_dropped or not self._problems):
+                    yield entry
+                if self.exceeds_limit:
+                    break
+
+    def skip_after_error(self, entries: Iterable[Row | Problem]) -> Iterator[Row | Problem]:
+        """Yield the entries; if broken rows are errors, count rows after the first broken one without yielding them.
+
+        Problems are always yielded: the error lists all of them, but encoding the other rows would be wasted.
+        """
+        has_failed = False
+        for entry in entries:
+            has_failed = has_failed or (isinstance(entry, Problem) and not self.are_dropped)
+            if has_failed and isinstance(entry, Row):
+                self.num_rows += 1
+            else:
+                yield entry
+
+    @property
+    def exceeds_limit(self) -> bool:
+        """Whether more rows of a stream are broken than ``max_broken_fraction`` allows, so that reading can stop.
+
+        Always False for data that are not streamed: these are read to the end, so that the error lists every problem.
+        """
+        return self._is_stream and self.num_broken > self._max_fraction * max(self.num_rows, _MIN_ROWS)
+
+    def list_problems(self, name: str) -> list[Problem]:
+        """Return the problems to raise once all rows are read; empty if none is an error.
+
+        Args:
+            name: Name of the dataset in the error.
+        """
+        are_too_many = self.num_broken > self._max_fraction * self.num_rows
+        problems = merge_alike(self._problems, self.num_rows) if are_too_many else []
+        # Without the problems of an interrupted process, which are not known any more.
+        if are_too_many and self.are_dropped:
+            found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
+            problems.insert(0, Problem(name, found, "fix them, or raise max_broken_fraction"))
+        return [*self.fatal, *problems]
+
+    def read(self, entries: Iterable[Item | Problem], name: str) -> Iterator[Item]:
+        """Yield the valid entries as ``filter_valid`` does, then raise the collected problems.
+
+        Raises:
+            DataError: Too many rows are broken, or the source cannot be read to its end.
+        """
+        yield from self.filter_valid(entries)
+        raise_problems(self.list_problems(name), name)
+
+    def describe(self) -> str:
+        """Return the number of broken rows, of all rows, and their share, as text."""
+        share = self.num_broken / max(1, self.num_rows)
+        return f"{self.num_broken:,} of {self.num_rows:,} rows ({share:.2%})"
+
+    def list_warnings(self, split: str) -> list[str]:
+        """Return a warning with the number of dropped rows and the first problem; empty if no row is broken.
+
+        Args:
+            split: Name of the rows in the warning: ``train``, ``eval`` or the dataset.
+        """
+        if not self.num_broken:
+            return []
+        # A resumed process has the counts, but not the problems, of the interrupted one.
+        first = f"; the first is {self._problems[0].where}: {self._problems[0].found}" if self._problems else ""
+        return [f"{split}: {self.describe()} are broken and left out{first}"]
+
+    def count(self) -> dict[str, int]:
+        """Return the counts as JSON values, the arguments of a new instance."""
+        return {"num_rows": self.num_rows, "num_broken": self.num_broken}
+
+
+def encode_valid(
+    encode: Callable[[Sequence[Row], Sequence[int]], Chunk], entries: Sequence[Row | Problem], first: int, *, drop: bool
+) -> tuple[Chunk | None, list[Problem]]:
+    """Encode the valid rows of a chunk, and collect the problems of the others.
+
+    Args:
+        encode: Function of rows and their positions; raises ``DataError`` if it cannot encode one of them.
+        entries: Rows, with a ``Problem`` in place of each unreadable one.
+        first: Position of the first entry in the dataset.
+        drop: Whether to encode the remaining rows if ``encode`` raises for some; if False, the result is ``None`` then.
+
+    Returns:
+        The result of ``encode`` and the problems in row order.
+    """
+    problems = {number: entry for number, entry in enumerate(entries, first) if isinstance(entry, Problem)}
+    rows = {number: entry for number, entry in enumerate(entries, first) if isinstance(entry, Row)}
+    try:
+        return encode(list(rows.values()), list(rows)), list(problems.values())
+    except DataError as error:
+        if not drop:
+            return None, [*problems.values(), *error.problems]
+    # The error does not say which rows are valid, so each row is encoded separately; few chunks need this.
+    for number, row in list(rows.items()):
+        try:
+            encode([row], [number])
+        except DataError as error:
+            problems[number] = error.problems[0]
+            del rows[number]
+    return encode(list(rows.values()), list(rows)), [problems[number] for number in sorted(problems)]

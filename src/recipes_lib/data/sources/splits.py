@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,9 +16,18 @@ from recipes_lib.errors import DataError, Problem
 Digests = npt.NDArray[np.bytes_] | npt.NDArray[np.uint64]
 """Digests of R rows, 16 bytes each, ``S16 (R,)``, or their halves; an array takes a third of a list's memory."""
 
+FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
+"""Function that returns the locations of rows, given their positions."""
+
 _ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _DIGEST: Final = np.dtype("S16")
 _ROWS_AT_ONCE: Final = 1 << 20
+_MAX_PAIRS: Final = 5
+"""Pairs of equal rows that an error names."""
+
+
+SHARES_ROW: Final = "are held-out rows too"
+"""Predicate of training rows that are equal to held-out ones."""
 
 
 class Split(NamedTuple):
@@ -50,7 +59,7 @@ def compute_row_digest(row: Row) -> bytes:
     """
     content = (row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected)
     try:
-        text = _ENCODER.encode([value and _strip(value) for value in content]).encode()
+        text = _ENCODER.encode(_strip(content)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         found = f"the row cannot be written as JSON: {error}"
         raise DataError(Problem(row.where, found, "write it as text, or leave it out")) from None
@@ -71,7 +80,7 @@ def count_duplicates(digests: Digests) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, inseparable: str = "equal rows") -> Split:
+def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> Split:
     """Choose held-out rows by content and seed, independent of their order; equal rows are on the same side.
 
     The number is exact, unless every remaining group of equal rows is larger than the remainder; then it is lower.
@@ -80,7 +89,6 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
         digests: Digest of each row.
         test_split_size: Share of the rows, above 0 and below 1, or number of rows, from 1.
         seed: Seed of the choice.
-        inseparable: Description of rows with equal digests in the error.
 
     Raises:
         DataError: The split would leave no row on one side.
@@ -107,19 +115,19 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int, *, ins
         if num_drawn == num_test:
             break
     if not num_drawn:
-        found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {inseparable} stay together"
+        together = "rows that are equal or have one prompt stay together"
+        found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {together}"
         raise DataError(Problem(where, found, "hold out more, or remove duplicates"))
     is_test = is_drawn[group_of]
     return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
 
 
-def find_overlap(train_digests: Digests, eval_digests: Digests, max_pairs: int = 5) -> Overlap:
+def find_overlap(train_digests: Digests, eval_digests: Digests) -> Overlap:
     """Find training rows that are also held-out rows.
 
     Args:
         train_digests: Digests of the training rows; read in blocks, so they may be memory-mapped.
         eval_digests: Digests of the held-out rows.
-        max_pairs: Maximum number of pairs in the result.
     """
     held_out, places = np.unique(eval_digests, return_index=True)
     num_rows = 0
@@ -130,36 +138,40 @@ def find_overlap(train_digests: Digests, eval_digests: Digests, max_pairs: int =
         nearest = held_out.searchsorted(found)
         shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
         num_rows += len(shared)
-        first = shared[: max_pairs - len(pairs)]
+        first = shared[: _MAX_PAIRS - len(pairs)]
         pairs += zip((start + first).tolist(), places[nearest[first]].tolist(), strict=True)
     return Overlap(num_rows, pairs)
 
 
 def refuse_overlap(
-    overlap: Overlap,
-    train_where: Callable[[int], str],
-    eval_where: Callable[[int], str],
-    *,
-    relation: str = "are held-out rows too",
+    train_digests: Digests,
+    eval_digests: Digests,
+    find_train_places: FindPlaces,
+    find_eval_places: FindPlaces,
+    relation: str = SHARES_ROW,
 ) -> None:
     """Raise if training rows are also held-out rows, naming the first few.
 
     Args:
-        overlap: Result of ``find_overlap``.
-        train_where: Function from the position of a training row to its location.
-        eval_where: Function from the position of a held-out row to its location.
+        train_digests: Digests of the training rows, as for ``find_overlap``.
+        eval_digests: Digests of the held-out rows.
+        find_train_places: Called with the positions of the named training rows; not called without overlap.
+        find_eval_places: The same for the held-out rows.
         relation: Predicate of such training rows in the error.
 
     Raises:
         DataError: There are such rows.
     """
+    overlap = find_overlap(train_digests, eval_digests)
     if not overlap.num_rows:
         return
-    pairs = ", ".join(f"{train_where(train)} = {eval_where(held_out)}" for train, held_out in overlap.pairs)
+    train_places = find_train_places({train for train, _ in overlap.pairs})
+    eval_places = find_eval_places({held_out for _, held_out in overlap.pairs})
+    pairs = ", ".join(f"{train_places[train]} = {eval_places[held_out]}" for train, held_out in overlap.pairs)
     more = ", ..." if overlap.num_rows > len(overlap.pairs) else ""
     found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
-    raise DataError(Problem(train_where(overlap.pairs[0][0]), found, remedy))
+    raise DataError(Problem(train_places[overlap.pairs[0][0]], found, remedy))
 
 
 def _strip(value: Any) -> Any:

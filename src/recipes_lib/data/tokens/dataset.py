@@ -7,7 +7,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from typing import Final, NamedTuple, TypedDict
 
@@ -309,13 +309,14 @@ class TokenRow(TypedDict):
     row_ids: IntArray
 
 
+@dataclass(eq=False)
 class TokenDataset(torch.utils.data.Dataset[TokenRow]):
     """Rows of a run in training order, with a fixed number of items per optimizer step.
 
     Row r of the run is ``order.locate(r)``, for any step and process. During a batch size warm-up, a step with fewer
     rows than ``rows_per_step`` starts with placeholder rows, which fill whole micro-batches on all processes.
 
-    Args:
+    Attributes:
         sources: The sources, in the order of ``order``.
         order: Order of the windows.
         max_length: Number of tokens of a row.
@@ -323,88 +324,80 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         rows_per_step: Items of a step, over all processes and accumulated micro-batches.
         rows_per_micro_step: Rows of a micro-batch over all processes; divides the number of rows of every step.
         isolated: Whether documents within a row attend only to themselves.
-
-    Attributes:
         skips: Rows of the order that the run skips.
 
     Source: ``tests/data/tokens/test_dataset.py``.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[TokenSource],
-        order: RowOrder,
-        *,
-        max_length: int,
-        row_starts: IntArray,
-        rows_per_step: int,
-        rows_per_micro_step: int,
-        isolated: bool,
-    ) -> None:
-        rows = np.diff(row_starts)
-        assert not rows_per_step % rows_per_micro_step, "a step is whole micro-steps"
+    sources: Sequence[TokenSource]
+    order: RowOrder
+    _: KW_ONLY
+    max_length: int
+    row_starts: IntArray
+    rows_per_step: int
+    rows_per_micro_step: int
+    isolated: bool
+    skips: RowSkips = RowSkips()
+
+    def __post_init__(self) -> None:
+        rows = np.diff(self.row_starts)
+        assert not self.rows_per_step % self.rows_per_micro_step, "a step is whole micro-steps"
         # Otherwise a process without rows would not join the gradient reduction, and block the others.
-        assert not (rows % rows_per_micro_step).any(), "the rows of a step fill whole micro-steps"
-        assert ((rows > 0) & (rows <= rows_per_step)).all(), "a step has rows, and no more than fit"
-        self._sources = sources
-        self._order = order
-        self._max_length = max_length
-        self._row_starts = row_starts
-        self._rows_per_step = rows_per_step
-        self._isolated = isolated
-        self.skips = RowSkips()
+        assert not (rows % self.rows_per_micro_step).any(), "the rows of a step fill whole micro-steps"
+        assert ((rows > 0) & (rows <= self.rows_per_step)).all(), "a step has rows, and no more than fit"
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the 0-based step ``step``, and the first row after the step."""
-        return int(self._row_starts[step]), int(self._row_starts[step + 1])
+        return int(self.row_starts[step]), int(self.row_starts[step + 1])
 
     def __len__(self) -> int:
-        return (len(self._row_starts) - 1) * self._rows_per_step
+        return (len(self.row_starts) - 1) * self.rows_per_step
 
     def __getitem__(self, index: int) -> TokenRow:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenRow]:
         """Return the rows of a micro-batch; PyTorch's data loader prefers it to ``__getitem__``."""
-        steps, items = np.divmod(np.asarray(indices, np.int64), self._rows_per_step)
-        ends = self._row_starts[steps + 1]
+        steps, items = np.divmod(np.asarray(indices, np.int64), self.rows_per_step)
+        ends = self.row_starts[steps + 1]
         # Counted back from the end of the step, so that a step with fewer rows starts with the placeholders.
-        rows = ends - self._rows_per_step + items
-        is_real = rows >= self._row_starts[steps]
+        rows = ends - self.rows_per_step + items
+        is_real = rows >= self.row_starts[steps]
         # Placeholders are located as row 0, and not read.
         numbers = self.skips.locate(np.where(is_real, rows, 0))
-        places = self._order.locate(numbers)
+        places = self.order.locate(numbers)
         located = zip(is_real.tolist(), places.source.tolist(), places.window.tolist(), numbers.tolist(), strict=True)
         return [self._read(*place) if real else _build_placeholder() for real, *place in located]
 
     def _read(self, source: int, window: int, number: int) -> TokenRow:
-        start = window * self._max_length
-        return _read_row(self._sources[source], source, start, start + self._max_length, self._isolated, number)
+        start = window * self.max_length
+        return _read_row(self.sources[source], source, start, start + self.max_length, self.isolated, number)
 
 
+@dataclass(eq=False)
 class EvalWindows(torch.utils.data.Dataset[TokenRow]):
     """All tokens of a held-out source in order, without overlap; the last row may be shorter.
 
-    Args:
+    Attributes:
         source: The held-out source.
         max_length: Number of tokens of a row.
         isolated: Whether documents within a row attend only to themselves.
     """
 
-    def __init__(self, source: TokenSource, *, max_length: int, isolated: bool) -> None:
-        self._source = source
-        self._max_length = max_length
-        self._isolated = isolated
+    source: TokenSource
+    _: KW_ONLY
+    max_length: int
+    isolated: bool
 
     def __len__(self) -> int:
-        return -(-self._source.num_tokens // self._max_length)
+        return -(-self.source.num_tokens // self.max_length)
 
     def __getitem__(self, index: int) -> TokenRow:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start = index * self._max_length
-        stop = min(start + self._max_length, self._source.num_tokens)
-        return _read_row(self._source, 0, start, stop, self._isolated, index)
+        start = index * self.max_length
+        stop = min(start + self.max_length, self.source.num_tokens)
+        return _read_row(self.source, 0, start, stop, self.isolated, index)
 
 
 def _read_row(source: TokenSource, number: int, start: int, stop: int, isolated: bool, row: int) -> TokenRow:

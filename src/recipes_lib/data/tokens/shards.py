@@ -93,7 +93,7 @@ def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = Fa
     return all(found.get(path, 0) >= num_bytes for path, num_bytes in wanted.items())
 
 
-class TokenWriter:
+class TokenWriter(ExitStack):
     """Appends documents to the shards of one source; a context manager, which closes the files.
 
     The files do not depend on how documents are divided into calls of ``append``.
@@ -108,6 +108,7 @@ class TokenWriter:
     """
 
     def __init__(self, folder: Path, *, num_ids: int, at: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
         self._folder = folder
         self._type = np.dtype(np.uint16 if num_ids <= 1 << 16 else np.uint32).newbyteorder("<")
         self._tokens_per_shard = SHARD_BYTES // self._type.itemsize
@@ -119,14 +120,6 @@ class TokenWriter:
             self._open_documents()
             if self.num_tokens % self._tokens_per_shard:
                 self._open_shard()
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:
-            for file in self._files.values():
-                stack.callback(file.close)
 
     @property
     def num_full_shards(self) -> int:
@@ -185,8 +178,8 @@ class TokenWriter:
             fsync(self._folder)
 
     def _open_documents(self) -> None:
-        self._files["ends"] = _open_at(self._folder / _ENDS_FILE, 8 * self.num_documents)
-        self._files["digests"] = _open_at(self._folder / _DIGESTS_FILE, 8 * self.num_documents)
+        self._files["ends"] = self._open_at(self._folder / _ENDS_FILE, 8 * self.num_documents)
+        self._files["digests"] = self._open_at(self._folder / _DIGESTS_FILE, 8 * self.num_documents)
 
     def _open_shard(self) -> None:
         """Close the current shard, flushed to disk, and open that of the next token."""
@@ -194,18 +187,17 @@ class TokenWriter:
             self.flush()
             self._files["shard"].close()
         number, filled = divmod(self.num_tokens, self._tokens_per_shard)
-        self._files["shard"] = _open_at(_shard_file(self._folder, number), filled * self._type.itemsize)
+        self._files["shard"] = self._open_at(_shard_file(self._folder, number), filled * self._type.itemsize)
+
+    def _open_at(self, path: Path, num_bytes: int) -> BufferedWriter:
+        """Open a file for appending after its first ``num_bytes``, the size at the last recorded progress."""
+        file = self.enter_context(path.open("ab"))
+        file.truncate(num_bytes)
+        return file
 
 
 def _shard_file(folder: Path, number: int) -> Path:
     return folder / f"tokens-{number:05d}.bin"
-
-
-def _open_at(path: Path, num_bytes: int) -> BufferedWriter:
-    """Open a file for appending after its first ``num_bytes``, the size at the last recorded progress."""
-    file = path.open("ab")
-    file.truncate(num_bytes)
-    return file
 
 
 @functools.lru_cache(maxsize=_MAX_OPEN_FILES)

@@ -15,7 +15,7 @@ from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, show_progress
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.replay_dataset import find_replayed
-from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
+from recipes_lib.data.sources.splits import compute_row_digest, refuse_overlap
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_sets import (
@@ -37,26 +37,7 @@ if TYPE_CHECKING:
 _SPLIT_REMEDY: Final = "write another size, or name held-out text in `eval_datasets`; a text file is one document"
 
 
-def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
-    """Raise if training documents are also held-out documents, naming the first few.
-
-    Args:
-        corpus: Training documents; none of them may be held out by ``test_split_size``.
-        train: Tokens of ``corpus``.
-        held_out: Held-out documents.
-        held_out_source: Tokens of ``held_out``.
-
-    Raises:
-        DataError: There are such documents.
-    """
-    overlap = find_overlap(train.digests, held_out_source.digests)
-    if overlap.num_rows:
-        train_places = _find_places(corpus, train, [position for position, _ in overlap.pairs])
-        held_out_places = _find_places(held_out, held_out_source, [position for _, position in overlap.pairs])
-        refuse_overlap(overlap, train_places.__getitem__, held_out_places.__getitem__)
-
-
-def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
+def find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
     """Return the locations of the first rows with the content of documents, by their positions; reads the source again.
 
     Token sets do not store the rows of documents, so they are found by digest.
@@ -234,8 +215,11 @@ def _refuse_repeats(
         # By one seed, a document has one draw: the same share holds it out of every source, the same number does not.
         if side == "eval" and len(rules) == 1 and (held_out.corpus.test_size or 0) < 1:
             continue
+        other = held_out.open(side)
+        find_train = functools.partial(find_places, part.corpus, source)
+        find_held_out = functools.partial(find_places, held_out.corpus, other)
         with collect_problems(problems):
-            refuse_repeats(part.corpus, source, held_out.corpus, held_out.open(side))
+            refuse_overlap(source.digests, other.digests, find_train, find_held_out)
     raise_problems(problems, "dataset_test_split")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import heapq
 import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,10 +19,9 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.encoding import collect_inputs, encode_chunk, map_chunks, read_seed, verify_unchanged
-from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.canonical import open_entry, read_entries, read_rows
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
-from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
@@ -256,22 +254,15 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
     if size < 1:
         return HoldOut(seed, int(size * _ALL_DRAWS))
     draw = HoldOut(seed).draw
-    smallest: list[int] = []  # Heap of negated draws, whose first element is that of the largest draw.
-    known: set[int] = set()
-    for row in rows:
-        try:
-            drawn = draw(compute_row_digest(row))
-        except DataError:
-            continue
-        if drawn in known or (len(known) == size and drawn > -smallest[0]):
-            continue
-        known.add(drawn)
-        if len(known) > size:
-            known.remove(-heapq.heappushpop(smallest, -drawn))
-        else:
-            heapq.heappush(smallest, -drawn)
+
+    def draw_all() -> Iterator[int]:
+        for row in rows:
+            with suppress(DataError):
+                yield draw(compute_row_digest(row))
+
+    smallest = np.unique(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
     # One more than the largest held-out draw, because draws below the threshold are held out.
-    return HoldOut(seed, max(known, default=-1) + 1)
+    return HoldOut(seed, max(smallest, default=-1) + 1)
 
 
 def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
@@ -399,24 +390,20 @@ def _refuse_concurrent_writes(staging: Path, description: Mapping[str, Any]) -> 
         raise DataError(Problem(str(staging.parent), found, "run `recipes prepare` on one machine first"))
 
 
-class _Sides:
+class _Sides(ExitStack):
     """Writers of the training and the held-out documents, with recorded progress and a budget of training tokens."""
 
     def __init__(self, staging: Path, num_ids: int, budget: int | None) -> None:
+        super().__init__()
         self._staging = staging
         self._budget = budget
         progress = _read_progress(staging)
         self.counts: Mapping[str, int] = progress.get("broken_rows", {})
-        self._train = TokenWriter(staging / "train", num_ids=num_ids, at=progress.get("train"))
-        self._eval = TokenWriter(staging / "eval", num_ids=num_ids, at=progress.get("eval"))
+        self._train, self._eval = (
+            self.enter_context(TokenWriter(staging / side, num_ids=num_ids, at=progress.get(side)))
+            for side in ("train", "eval")
+        )
         self._num_saved_shards = self._num_full_shards
-
-    def __enter__(self) -> _Sides:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._train, self._eval:
-            pass
 
     @property
     def num_documents(self) -> int:
@@ -448,10 +435,8 @@ class _Sides:
             # Held-out documents do not count; the document that reaches the budget is included.
             ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
             chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
-        for writer, side in (
-            (self._train, chunk.take(~chunk.is_held_out)),
-            (self._eval, chunk.take(chunk.is_held_out)),
-        ):
+        for writer, chosen in ((self._train, ~chunk.is_held_out), (self._eval, chunk.is_held_out)):
+            side = chunk.take(chosen)
             writer.append(side.input_ids, side.lengths, side.digests)
         self.counts = counts
         if self._num_full_shards > self._num_saved_shards:
