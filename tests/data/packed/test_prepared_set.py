@@ -132,6 +132,22 @@ def test_overlong_rows_are_one_problem_with_count(build_config, load_tokenizer):
     )
 
 
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_very_long_row_is_cut_before_tokenisation(build_config, write_rows, make_chats, load_tokenizer, overlong):
+    rows = make_chats(3)
+    rows[1]["messages"][1]["content"] = "flour and snow " * 10_000
+    options = {"dataset_name": str(write_rows(rows=rows)), "max_length": 64}
+    prepared = prepare(build_config(**options, overlong=overlong), load_tokenizer)
+    # With a limit of lost targets, every token is counted.
+    whole = prepare(build_config(**options, overlong=overlong, max_truncated_fraction=1.0), load_tokenizer)
+    assert documents(prepared.train) == documents(whole.train)
+    assert 64 < prepared.manifest["train"]["length_max"] < whole.manifest["train"]["length_max"] / 10
+    assert any("only their beginning" in finding["found"] for finding in prepared.manifest["findings"])
+    assert prepared.manifest["train"]["stop_fraction"] == whole.manifest["train"]["stop_fraction"] == 1
+    with pytest.raises(DataError, match=r"jsonl:2: a text of 150,\d+ characters, which is more than max_length tokens"):
+        prepare(build_config(**options), load_tokenizer)
+
+
 def rows_of(config):
     return load_train_data(config.data).rows()
 

@@ -7,6 +7,7 @@ tokens are decoded and compared with the characters of their spans.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
@@ -133,6 +134,10 @@ class RowEncoder:
         chat_template: Jinja template that replaces the tokenizer's.
         eos_token: Token appended to texts, completions, and chat turns that the template leaves open. Default: the
             tokenizer's, for texts and completions; an open turn is an error.
+        max_length: Number of tokens above which the caller does not use a row. A text that certainly has more is cut to
+            a beginning that still has, because to tokenise 100 MB takes minutes. Only for tokenizers that preserve the
+            text; ``None`` for no limit.
+        cuts: False: such a text is an error.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -145,6 +150,8 @@ class RowEncoder:
         loss_on: LossOn | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
+        max_length: int | None = None,
+        cuts: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
@@ -160,6 +167,11 @@ class RowEncoder:
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
+        self._max_characters: float = math.inf
+        if self._byte_ends is not None and max_length is not None:
+            # Twice as many as can be needed, so that the end of the text does not change the tokens that are used.
+            self._max_characters = 2 * max_length * self._byte_ends.longest
+        self._cuts = cuts
         self._proof = Proof(tokenizer)
         # By whether the row has tools, for which a tokenizer can have a separate template.
         self._finders: dict[bool, SpanFinder] = {}
@@ -253,12 +265,21 @@ class RowEncoder:
             draft = _Draft(row, text, None if loss_on == "all" else [(len(row.prompt), len(text))], remarks)
         else:
             draft = _Draft(row, row.text or "", None)
+        if len(draft.text) > self._max_characters:
+            draft = self._shorten(draft, int(self._max_characters))
         try:
             draft.text.encode()
         except UnicodeEncodeError as error:
             found = f"U+{ord(draft.text[error.start]):04X} is half of a surrogate pair, not a character"
             raise DataError(Problem(row.where, found, "repair the encoding of the text")) from error
         return draft
+
+    def _shorten(self, draft: _Draft, end: int) -> _Draft:
+        if not self._cuts:
+            found = f"a text of {len(draft.text):,} characters, which is more than max_length tokens"
+            raise DataError(Problem(draft.row.where, found, "remove it, or set overlong to truncate, drop or split"))
+        spans = None if draft.spans is None else [(start, min(stop, end)) for start, stop in draft.spans if start < end]
+        return draft._replace(text=draft.text[:end], spans=spans, remarks=(*draft.remarks, Remark.CUT))
 
     def _reset_backend(self) -> None:
         """Disable truncation and padding, which an earlier call of the tokenizer leaves set, even in its saved file."""
@@ -400,12 +421,16 @@ class ByteEnds:
 
     Args:
         tokenizer: A fast tokenizer for which ``ByteEnds.suits`` is True.
+
+    Attributes:
+        longest: Number of bytes of the longest token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         lengths = compute_token_byte_lengths(tokenizer)
         assert lengths is not None
         self._lengths = lengths
+        self.longest = int(lengths.max())
 
     @staticmethod
     def suits(tokenizer: PreTrainedTokenizerBase) -> bool:

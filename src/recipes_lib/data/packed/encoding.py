@@ -148,12 +148,16 @@ def read_seed(config: RecipeConfig) -> int:
     return int(config.training.get("seed") or 0)
 
 
-def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
+def build_encoder(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> RowEncoder:
     """Build the encoder of a run.
 
     Args:
         config: Configuration of the run.
         tokenizer: Tokenizer of the run: a fast one that has the ``eos_token``.
+        max_length: Number of tokens above which rows are handled by ``overlong``; texts that certainly have more are
+            not tokenised whole. ``None`` if all tokens are needed.
 
     Raises:
         ConfigError: The chat template cannot be read.
@@ -162,7 +166,17 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     from recipes_lib.data.chat.encoder import RowEncoder
 
     tokens, template = config.tokens, read_chat_template(config)
-    return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
+    # The share of lost targets is that of whole rows.
+    if tokens.overlong == "split" or (tokens.overlong != "error" and tokens.max_truncated_fraction is not None):
+        max_length = None
+    return RowEncoder(
+        tokenizer,
+        loss_on=tokens.loss_on,
+        chat_template=template,
+        eos_token=tokens.eos_token,
+        max_length=max_length,
+        cuts=tokens.overlong != "error",
+    )
 
 
 def split_chunks(

@@ -159,7 +159,7 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> BuiltSet:
     """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    encoder = build_encoder(config, tokenizer)
+    encoder = build_encoder(config, tokenizer, config.tokens.max_length)
     sides, broken = encode_sides(
         config, identity, lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}), file
     )

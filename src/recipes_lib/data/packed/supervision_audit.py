@@ -12,7 +12,7 @@ import numpy.typing as npt
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
-from recipes_lib.data.sources.rows import RemarkBits, find_remarked
+from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
 from recipes_lib.data.sources.splits import Digests, FindPlaces, count_duplicates
 from recipes_lib.errors import Problem, raise_problems
 
@@ -31,7 +31,8 @@ class SplitAudit:
         num_rows_without_target: Rows without target tokens.
         num_duplicates: Rows with the same content as an earlier row.
         num_tokens: Tokens of all rows.
-        stop_fraction: Share of rows whose last targets include an end token, among rows with targets; 1 without any.
+        stop_fraction: Share of rows whose last targets include an end token, or were cut off, among rows with targets;
+            1 if there are none.
         terminators: Ids of these end tokens, ascending; of the rows that end with their last targets, if there are any.
         length_p5: 5th percentile of the lengths of rows, in tokens.
         length_p50: Median length, in tokens.
@@ -157,6 +158,8 @@ def compute_split_audit(
         num_duplicates: Number of rows with the same content as an earlier row.
     """
     num_with_target = num_stopped = 0
+    # The end of a cut text is not tokenised.
+    is_cut = np.isin(np.arange(len(examples)), find_remarked(examples.remarks).get(Remark.CUT, ()))
     # gpt-oss ends a last answer with another token than earlier ones, on which generation must not stop. Therefore, the
     # end tokens of rows in which other turns follow the last targets count only if there are no others.
     terminators: dict[bool, set[int]] = {True: set(), False: set()}
@@ -172,7 +175,7 @@ def compute_split_audit(
         ends = np.take_along_axis(input_ids[last], is_end.argmax(axis=0)[None], axis=0)[0]
         is_last_turn = np.cumsum(examples.lengths[block])[has_target] - last[0] <= NUM_OF_END
         num_with_target += len(stops)
-        num_stopped += int(stops.sum())
+        num_stopped += int((stops | is_cut[block][has_target]).sum())
         for is_last, found in terminators.items():
             found.update(ends[stops & (is_last_turn == is_last)].tolist())
     return SplitAudit(

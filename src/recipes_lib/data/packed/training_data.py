@@ -130,7 +130,7 @@ class _Windows:
         """
         tokens, capacity = self.config.tokens, self.config.tokens.max_length
         assert capacity is not None
-        encoder = build_encoder(self.config, self.tokenizer)
+        encoder = build_encoder(self.config, self.tokenizer, capacity)
         end_tokens = find_end_tokens(self.tokenizer)
         (held_out, held_out_places), name = self._read_held_out(), self.mixture.name
         broken = BrokenRows(tokens, is_stream=True)

@@ -243,7 +243,9 @@ def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> BuiltSet:
     """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
-    encoder = build_encoder(config, tokenizer)
+    # Of a cut text, the answer could be lost, so that only an error can be found early.
+    limit = config.tokens.max_length if config.tokens.overlong == "error" else None
+    encoder = build_encoder(config, tokenizer, limit)
     read, broken = encode_sides(config, identity, partial(_encode_examples, encoder), file)
     sides, dropped = {}, {}
     for name, side in read.items():

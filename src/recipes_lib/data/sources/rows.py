@@ -121,8 +121,9 @@ _THINKING: Final = "set `thinking` or `enable_thinking` in the column `chat_temp
 
 
 class Remark(Enum):
-    """A remark on a row, for a warning of the audit: ``N rows {found}``, and its remedy."""
+    """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
 
+    CUT = "have so many characters beyond max_length that only their beginning was tokenised and counted", ""
     LOST_BESIDE_CALL = (
         "say something beside a tool call that the chat template does not write, or only after the answer of the tool",
         _OTHER_TEMPLATE,
