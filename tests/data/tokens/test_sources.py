@@ -51,6 +51,7 @@ WITHOUT_CHANGE = {
     "cross_document_attention": True,
     "max_tokens": 1000,
     "decay_embeddings": False,
+    "expected_curve": "curve.json",
 }
 DECIDED_ELSEWHERE = {
     # The source and its location.
