@@ -16,9 +16,9 @@ from loss_head import measure_steps
 
 MODES: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "every second layer": {"activation_checkpointing_kwargs": {"use_reentrant": False}, "every_n_layers": 2},
-    "selective (save_matmuls)": {},
-    "every layer": {"activation_checkpointing_kwargs": {"use_reentrant": False}},
+    "every second layer": {"every_n_layers": 2},
+    "selective (save_matmuls)": {"save_matmuls": True},
+    "every layer": {},
 }
 NUM_STEPS = 4
 
@@ -27,7 +27,7 @@ def measure(mode: str) -> dict[str, float]:
     """Return the peak memory that a step adds in GB, the seconds of the fastest step, and the loss."""
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-    from recipes_lib.models.activation_checkpointing import read_selective
+    from recipes_lib.models.activation_checkpointing import enable_checkpointing
     from recipes_lib.models.heads.loss_head import add_loss_head
 
     set_seed(0)
@@ -44,7 +44,7 @@ def measure(mode: str) -> dict[str, float]:
     add_loss_head(model)
     options = MODES[mode]
     if options is not None:
-        model.activation_checkpointing_enable(**(options or read_selective({"save_matmuls": True}) or {}))
+        enable_checkpointing(model, options)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(0, 2048, (4, 512))
