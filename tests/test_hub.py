@@ -46,7 +46,7 @@ def unreachable(monkeypatch):
     ids=["tokenizer", "configuration", "data", "benchmark"],
 )
 @pytest.mark.usefixtures("unreachable")
-def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys):
+def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys, monkeypatch):
     with pytest.raises(UserError, match=r"nobody/(nothing|rows)|allenai/ai2_arc") as caught:
         load()
     (problem,) = caught.value.problems
@@ -55,6 +55,11 @@ def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys):
     assert datasets.config.HF_HUB_OFFLINE, "a copy of the constant"
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{constants.ENDPOINT} does not answer (ConnectError): only cached models and data can be used"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    go_offline_unless_reachable("owner/name")
+    assert constants.HF_HUB_OFFLINE
+    assert not capsys.readouterr().err, "another rank repeats the line"
 
 
 def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "api": {"boundary", "commands", "config", "errors", "report", "shipped", "training"},
     "errors": set(),
     "files": {"errors"},
-    "environment": set(),
+    "environment": {"processes"},
     "shipped": {"errors"},
     "hardware": set(),
     "quantities": set(),

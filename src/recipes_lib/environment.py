@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from recipes_lib import processes
+
 _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
 
 
@@ -46,7 +48,7 @@ def go_offline_unless_reachable(name: str) -> None:
     """Switch this process to offline mode if the Hub is unreachable, so that loading uses the cache without timeouts.
 
     Without a network, huggingface_hub retries every request six times over 22 seconds, and loading a model makes
-    several requests. If the Hub is reachable, these retries are kept. A switch is reported on standard error.
+    several requests. If the Hub is reachable, these retries are kept. Rank 0 reports a switch on standard error.
 
     Args:
         name: Hub id, or an existing path, for which no request is made.
@@ -64,8 +66,9 @@ def go_offline_unless_reachable(name: str) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
     except (http_error, OSError) as error:
-        failure = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
-        sys.stderr.write(f"{failure}: only cached models and data can be used\n")
+        if processes.read_rank() == 0:
+            failure = f"{constants.ENDPOINT} does not answer ({type(error).__name__})"
+            sys.stderr.write(f"{failure}: only cached models and data can be used\n")
         constants.HF_HUB_OFFLINE = True
         # `datasets` copies the constant at import.
         if "datasets" in sys.modules:

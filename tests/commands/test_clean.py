@@ -34,8 +34,8 @@ def test_check_and_plan_support_corpus_recipe(config, recipes):
     path = config.rename(config.with_name("corpus.yaml"))
     flags = ["--config", str(path), "--benchmarks", f"[{{name: {config.parent}/bench.jsonl}}]"]
     output = recipes("check", *flags)
-    assert "a: text, 1 tasks; extract, fix_text, pii, decontamination" in output
-    assert "bench: 1 texts are protected, 1 are too short" in output
+    assert "a: text, 1 task; extract, fix_text, pii, decontamination" in output
+    assert "bench: 1 protected text, 1 too short" in output
     assert output.endswith("ready to clean\n")
     assert not (config.parent / "out" / "data").exists()
     output = recipes("plan", *flags, "--workers", "4")

@@ -160,7 +160,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "function call without a name": (chat(user(), assistant(None, function_call={})), "no function"),
     "answers under another name that are judged": (
         {"prompt": "a", "response": "b", "label": True},
-        "the boolean `label` says which answers are good",
+        "`label` says which answers are good",
     ),
     "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
@@ -269,23 +269,31 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "question of white space": ({"question": " ", "answer": "a"}, "the question is empty"),
     "answers that are judged": (
         {"prompt": "a", "completion": "b", "label": True},
-        "the boolean `label` says which answers are good",
+        "`label` says which answers are good",
     ),
     "chats that are judged": (
         {"messages": [user(), assistant()], "kto_tag": False},
-        "the boolean `kto_tag` says which answers are good",
+        "`kto_tag` says which answers are good",
     ),
     "chats that are judged, as in LLaMA-Factory's KTO demo": (
         {"messages": [user(), assistant()], "label": True},
-        "the boolean `label` says which answers are good",
+        "`label` says which answers are good",
     ),
     "wrong answer to a question": (
         {"question": "a", "answer": "b", "is_correct": False},
-        "the boolean `is_correct` says which answers are good",
+        "`is_correct` says which answers are good",
+    ),
+    "trajectory that failed, as in SWE-smith": (
+        {"messages": [user(), assistant()], "resolved": 0},
+        "`resolved` says which answers are good",
+    ),
+    "trajectory without a reward": (
+        {"messages": [user(), assistant()], "reward": 0.0},
+        "`reward` says which answers are good",
     ),
     "answer that is not safe, as in BeaverTails": (
         {"prompt": "a", "response": "b", "is_safe": False},
-        "the boolean `is_safe` says which answers are good",
+        "`is_safe` says which answers are good",
     ),
     "verdict on two answers that are equally good": (
         {"context": [user()], "response1": "a", "response2": "b", "overall_preference": 0},

@@ -63,5 +63,5 @@ def test_other_world_size_keeps_batch_and_row_order(
         resumptions.cut(tmp_path / recipe / "two", tmp_path / recipe / "two to one", STEP, damaged=2 * STEP)
         capfd.readouterr()
         back = resumptions.run(recipe, tmp_path / recipe / "two to one", *places, 2)
-        assert "1 processes instead of 2: gradient_accumulation_steps is 4" in capfd.readouterr().err
+        assert "1 process instead of 2: gradient_accumulation_steps is 4" in capfd.readouterr().err
         assert_continues(two, [back], f"{recipe}, from two to one")

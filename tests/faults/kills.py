@@ -21,6 +21,8 @@ from tests.faults.moments import (
 )
 from tests.recipes.paused import act_at
 
+from recipes_lib.quantities import pluralize
+
 Watch = Callable[[EventCounter, Path], None]
 KILLED = -signal.SIGKILL
 PREEMPTED = 75
@@ -252,6 +254,7 @@ def change_world_size(harness: Harness, trial: Trial, random: Random) -> None:
         accumulation = harness.keys(folder, recipe, before)["gradient_accumulation_steps"]
         outcome = harness.run(folder, recipe, num_processes=after, gradient_accumulation_steps=accumulation)
         expect(not any(outcome.codes), f"the same command ended with {outcome.codes}", outcome)
-        expect(f"{after} processes instead of {before}" in outcome.output, "the adaptation is not logged", outcome)
+        line = f"{pluralize(after, 'process')} instead of {before}"
+        expect(line in outcome.output, "the adaptation is not logged", outcome)
         verify_close(reference, folder / "run")
         trial.resumed = True

@@ -115,8 +115,9 @@ def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, capsys):
     capsys.readouterr()
     assert start_run(config, ONE).choose_checkpoint() == good
     logged = capsys.readouterr().err
-    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in logged
-    assert logged.count("\n") == 1
+    damaged, resumed = logged.splitlines()
+    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in damaged
+    assert resumed == "resumed from checkpoint-5"
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
     assert start_run(config, ONE).choose_checkpoint() == good
 

@@ -18,6 +18,7 @@ from typing import Literal
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.environment import find_version
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
+from recipes_lib.quantities import pluralize
 
 DISTRIBUTION = "recipes-lib"
 MIN_FREE_GB = 10
@@ -142,8 +143,8 @@ def _probe_torch() -> Iterator[Finding]:
     from recipes_lib.training.layouts.launch_environment import read_environment
 
     yield Finding("torch", "ok", torch.__version__, is_core=True)
-    threads = f"{count_cores()} cores, torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS sets them)"
-    yield Finding("cpu", "ok", threads)
+    threads = f"torch uses {pluralize(torch.get_num_threads(), 'thread')} (OMP_NUM_THREADS sets them)"
+    yield Finding("cpu", "ok", f"{pluralize(count_cores(), 'core')}, {threads}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)

@@ -61,6 +61,7 @@ from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
+from recipes_lib.quantities import pluralize
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
 """Shortest interval between two progress lines."""
@@ -342,14 +343,15 @@ def dry_run_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -
         if first is None:
             found = ": ".join(["the first task has no document", *ledger.notes[:1]])
             raise DataError(Problem(source.entry["name"], found, "check its files"))
-        yield f"{source.label}: {source.kind}, {len(source.tasks):,} tasks; {', '.join(step.name for step in steps)}"
+        tasks = pluralize(len(source.tasks), "task")
+        yield f"{source.label}: {source.kind}, {tasks}; {', '.join(step.name for step in steps)}"
         for step in steps:
             if first.text.strip():
                 step.apply(first, Counter())
             if isinstance(step, Decontamination):
                 for task, number in sorted(step.index.num_items.items()):
                     short = step.index.num_short[task]
-                    yield f"    {task}: {number:,} texts are protected, {short:,} are too short to search for"
+                    yield f"    {task}: {pluralize(number, 'protected text')}, {short:,} too short to search for"
             if isinstance(step, Extract):
                 step.close()
 

@@ -19,6 +19,7 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
+from recipes_lib.quantities import pluralize
 from recipes_lib.rl.objectives import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, describe_error, find_function
 from recipes_lib.stopping import StopPendingError
@@ -237,11 +238,11 @@ def _call(
     except (UserError, StopPendingError):  # Of a judge, which names its endpoint, or leaves its requests.
         raise
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
-        found = f"{name} failed on {len(texts)} answers: {describe_error(function, error)}"
+        found = f"{name} failed on {pluralize(len(texts), 'answer')}: {describe_error(function, error)}"
         remedy = f"{_explain_call(given)}. With `reward_timeout`, single answers on which it fails have no reward"
         raise ConfigError(Problem("reward_funcs", found, remedy)) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
-        found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
+        found = f"{name} returned {scores!r:.80} for {pluralize(len(texts), 'answer')}"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
     for index, score in enumerate(scores):
         if score is not None and not (isinstance(score, Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]

@@ -141,7 +141,9 @@ class Run:
         # Machines may have their own copies of the data.
         plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
-        if checkpoint is None and (ignored := list_checkpoints(self.output_dir)):
+        if checkpoint is not None:
+            say(f"resumed from {checkpoint.name}")
+        elif ignored := list_checkpoints(self.output_dir):
             newest = ignored[0][1]
             say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
         hashes: Any = None, None

@@ -493,9 +493,9 @@ def test_json_answer_stays_text() -> None:
 
 @pytest.mark.parametrize("label", [True, False, "True", "false"])
 def test_boolean_label_is_refused(label: bool | str) -> None:
-    with pytest.raises(DataError, match="the boolean `label` says which answers are good"):
+    with pytest.raises(DataError, match="`label` says which answers are good"):
         convert({"prompt": "2 + 2?", "completion": "5", "label": label})
-    with pytest.raises(DataError, match="the boolean `is_correct` says which answers are good"):
+    with pytest.raises(DataError, match="`is_correct` says which answers are good"):
         convert({"Question": "2 + 2?", "Answer": "5", "Is_Correct": False})
 
 

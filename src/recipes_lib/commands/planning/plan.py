@@ -49,6 +49,7 @@ from recipes_lib.planning.schedule import (
     plan_pretraining,
 )
 from recipes_lib.planning.timing import estimate_on_policy, list_readers
+from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
@@ -248,7 +249,8 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
         ConfigError: The configuration of the teacher cannot be loaded.
     """
     step = count_step(run.config, run.model_config, num_processes)
-    yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
+    rows = pluralize(step.num_rows, "row")
+    yield "step", f"{rows} of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
         return
@@ -264,7 +266,7 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
     if num_steps := compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps:
-        yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
+        yield "", f"{hours * num_steps:.1f} hours for {pluralize(num_steps, 'step')}"
         yield from hardware.describe_bill(hours * num_steps)
     else:
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
@@ -283,7 +285,7 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     lengths = f"{answer:,} tokens after prompts of {prompt:,}"
     yield "iteration", f"{answers:,} answers of {lengths}, all of full length, passes: {schedule.update_epochs}"
     batch, num_batches = one.decoding.batch, one.decoding.num_batches
-    batches = f"{num_batches:,} batches of {batch:,}" if num_batches > 1 else f"{batch:,} answers"
+    batches = f"{num_batches:,} batches of {batch:,}" if num_batches > 1 else pluralize(batch, "answer")
     yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
     yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
     yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
@@ -291,8 +293,8 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     is_known = config.read("max_steps") > 0
     number = schedule.num_iterations if is_known else _ITERATIONS
     hours = one.seconds * number / 3600
-    yield "", f"{hours:.1f} hours for {number:,} iterations"
-    billed, of = plan_search.add_server(config, hardware), "" if is_known else f" for {number:,} iterations"
+    yield "", f"{hours:.1f} hours for {pluralize(number, 'iteration')}"
+    billed, of = plan_search.add_server(config, hardware), "" if is_known else f" for {pluralize(number, 'iteration')}"
     if billed.num_gpus > hardware.num_gpus:
         of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
     yield from billed.describe_bill(hours, of)
@@ -435,7 +437,7 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
         full = int(np.argmax(batches == batches[-1]))
         grown = f"from {batches[0]:,} to {batches[-1]:,} tokens, reached at step {full:,}, {starts[full]:,} tokens"
         yield "batch", grown
-    yield "warm-up", f"{schedule.num_warmup_steps:,} steps, {schedule.warmup_tokens:,} tokens"
+    yield "warm-up", f"{pluralize(schedule.num_warmup_steps, 'step')}, {schedule.warmup_tokens:,} tokens"
     if (first := schedule.first_decay_step) is not None:
         yield "decay", f"from step {first:,}, {starts[first]:,} tokens, over {schedule.decay_tokens:,}"
     rates = ", ".join(f"{peak * factor:.3g}" for factor in schedule.factors(list_quarters(schedule.num_steps)))

@@ -240,7 +240,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         if needs_answer and row_format.name not in ("preference", "text"):
             _refuse_labelled(raw)
         fields = _LAYOUTS[row_format.name].read(raw)
-        refuse_media(raw, fields, has_answer=needs_answer)
+        refuse_media(raw, fields)
         if "messages" in fields:
             check_asked(fields["messages"])
             if needs_answer:
@@ -252,12 +252,12 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
 
 
 def _refuse_labelled(raw: Raw) -> None:
-    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer."""
+    """Raise for a row with a label of its answer, as in KTO datasets: it may be an undesirable answer."""
     # As text, since in a table every cell is one.
     if label := next((name for name in raw if name in _LABELS and str(raw[name]).lower() in _LABELS[name]), None):
-        found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
+        found = f"`{label}` says which answers are good, and all of them would be trained on"
         hidden = f"`dataset_columns: {{{label}: null}}`"
-        raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
+        raise RowError(found, f"keep the rows with good answers; or write {hidden} if it has another meaning")
 
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
@@ -569,9 +569,10 @@ _VERDICTS: Final[Sequence[tuple[str, str, Mapping[str, Sequence[object]]]]] = (
 """Column with a verdict, column of the question, which may be in an answer, and verdicts for which each is better."""
 _LABELS: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(("kto_tag", "label"), ("true", "false")),
-    **dict.fromkeys(("is_safe", "is_correct"), ("false",)),  # Subsets of good answers keep these columns.
+    # Subsets of good answers keep these columns.
+    **dict.fromkeys(("is_safe", "is_correct", "resolved", "reward"), ("false", "0", "0.0")),
 }
-"""Column whose boolean says whether the answer is good (KTO, BeaverTails, OpenMathInstruct) -> values refused."""
+"""Column that says whether the answer is good (KTO, BeaverTails, trajectories of SWE-smith) -> values refused."""
 _REMOVING: Final = "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`"
 _RENAMING: Final = "name them with `dataset_columns`; convert judged answers to pairs; or change `dataset_format`"
 _REMEDIES: Final[Mapping[str, Callable[[object], bool]]] = {

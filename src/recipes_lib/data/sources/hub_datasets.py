@@ -147,7 +147,7 @@ def _describe_failure(name: str, error: Exception) -> DataError:
     message = str(error)
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), _REMEDY)
     if isinstance(error, ConnectionError):
-        remedy = "go online (HF_HUB_OFFLINE=0), pin a commit that is cached, or name a local file or folder"
+        remedy = "go online, without HF_HUB_OFFLINE; pin a commit that is cached; or name a local file or folder"
     reason = message.strip().partition("\n")[0] or type(error).__name__
     return DataError(Problem(name, f"cannot be loaded from the Hub: {reason}", remedy))
 

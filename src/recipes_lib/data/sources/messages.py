@@ -309,21 +309,20 @@ def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
     return {}
 
 
-def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any], *, has_answer: bool = False) -> None:
-    """Raise for a row about images or sound: without these, its answers would be trained on as guesses.
+def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise for a row about images or sound: without these, its answers would be guesses.
 
     Args:
         raw: The row.
         fields: Its canonical fields.
-        has_answer: Whether it is trained on. Its answer may then be about the image, even without a placeholder, unless
-            the row is a chat or a text.
 
     Raises:
-        RowError: The row has a column of media, and one of ``fields`` has a placeholder, or the answer may be about it.
+        RowError: The row has a column of media, and one of ``fields`` has a placeholder; or the row is neither a chat
+            nor a text, so that its question may be about the media even without one.
     """
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
     is_marked = any(mark in str(fields) for mark in _MEDIA_MARKS)
-    if column and (is_marked or (has_answer and not raw.keys() & {*_CHATS, "text"})):
+    if column and (is_marked or not raw.keys() & {*_CHATS, "text"}):
         found = f"the text {'refers to' if is_marked else 'may be about'} `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 

@@ -15,6 +15,7 @@ from transformers import set_seed
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.schedule import PretrainingPlan, agree_until, count_run_tokens, plan_pretraining
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import (
     Record,
     find_damage,
@@ -115,8 +116,8 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     if not changed:
         return config, None
     line = (
-        f"{launch.data_size} processes instead of {data_size}: {' and '.join(changed)}, so that a step still takes "
-        f"{rows} rows"
+        f"{pluralize(launch.data_size, 'process')} instead of {data_size}: {' and '.join(changed)}, so that a step "
+        f"still takes {pluralize(rows, 'row')}"
     )
     return config.with_training(planned), line
 
