@@ -54,6 +54,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
         names = _list_files(folder, weights)
     except DataError as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
+    unread: list[str] = []
     faults: list[str] = []
     found: set[str] = set()
     num_parameters = 0
@@ -67,12 +68,13 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
                     fault = _find_fault(tensor, expected.get(name))
                     faults += [f"{name} {fault}"] if fault else []
         except FileNotFoundError:
-            faults.append(f"{file} is missing")
+            unread.append(f"{file} is missing")
         except (OSError, SafetensorError) as error:
-            faults.append(f"{file} cannot be opened again: {error}")
-    # Compared with the files rather than the index, which can name tensors that no file has.
-    faults += [f"{name} is missing" for name in expected if name not in found]
-    if faults:
+            unread.append(f"{file} cannot be opened again: {error}")
+    # Compared with the files rather than the index, which can name tensors that no file has. Those of a file that is
+    # not read are missing for this reason.
+    faults += [f"{name} is missing" for name in expected if name not in found and not unread]
+    if faults := unread + faults:
         raise BrokenSaveError(f"{folder}: " + "; ".join(faults))
     return num_parameters
 
