@@ -14,9 +14,12 @@ from tests.distributed.cells import (
     GRPO_TOLERANCE,
     HOST_ADAM_TOLERANCE,
     MUON_TOLERANCE,
+    assert_resumed,
     assert_same_run,
     build_jobs,
+    in_bf16,
     measure_gaps,
+    resume,
 )
 from tests.rows import write_rows
 
@@ -74,6 +77,24 @@ def test_layout_matches_one_process(layout: matrix.Layout, inputs: Path, alone: 
     """Forked ranks for a few layouts without a test file of their own; the matrix uses launchers and all layouts."""
     layout.run(build_jobs(inputs, {"sft packed": CELLS["sft packed"]}, layout.data_size), tmp_path)
     assert_same_run(alone / "sft packed", tmp_path / "sft packed")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", ["DDP, 2", "FSDP2, 2", "TP, 2", "CP, 2", "ZeRO-2, 2", "ZeRO-3, 2"])
+def test_every_recipe_runs_and_resumes_bit_equal_in_bf16(layout: str, inputs: Path, tmp_path: Path) -> None:
+    """The precision of the shipped launch files; their checks before, during and after training must allow for it."""
+    how = matrix.LAYOUTS[layout]
+    jobs = build_jobs(inputs, matrix.list_cells(layout), how.data_size)
+    jobs = {name: in_bf16(job) for name, job in jobs.items()}
+    assert how.run(jobs, tmp_path / "whole")["codes"] == dict.fromkeys(jobs, 0)
+    # In RL, three steps are fewer than an iteration's, and have no checkpoint between.
+    cut = {name: resume(job, tmp_path / "whole" / name) for name, job in jobs.items()}
+    cut = {name: job for name, job in cut.items() if (job["copy_of"] / "checkpoint-2").is_dir()}
+    assert len(cut) >= 5
+    how.run(cut, tmp_path / "resumed")
+    for name in cut:
+        assert_resumed(tmp_path / "whole" / name, tmp_path / "resumed" / name)
 
 
 @pytest.mark.slow
