@@ -13,7 +13,12 @@ from tests.rows import read_events
 from recipes_lib.config.schema import PretrainingConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.planning.scaling import ExpectedCurve
-from recipes_lib.training.guards.expected_curve import ExpectedCurveMonitor, expect_loss, verify_expected_curve
+from recipes_lib.training.guards.expected_curve import (
+    ExpectedCurveMonitor,
+    build_expected_curve,
+    expect_loss,
+    verify_expected_curve,
+)
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -35,6 +40,7 @@ def log_all(folder: Path, metric: str, losses: dict[int, float]) -> list[str]:
     monitor = ExpectedCurveMonitor(ExpectedCurve(**CURVE | {"metric": metric}), writer, progress)
     state = SimpleNamespace(max_steps=100, log_history=[])
     for state.global_step, loss in losses.items():
+        monitor.on_log(None, state, None, {"learning_rate": 0.1})
         logs = {metric: loss}
         state.log_history.append(logs | {"step": state.global_step})
         monitor.on_log(None, state, None, logs)
@@ -61,10 +67,10 @@ def test_training_loss_is_averaged_over_the_last_twentieth(tmp_path) -> None:
     assert lines == ["step 50: loss 3.9 is above the expected 3.05 to 3.45 (expected_curve)"]
 
 
-def build_config(path: Path, strategy: str) -> Any:
+def build_config(path: Path | None, strategy: str) -> Any:
     """Return what is read of a configuration."""
     return SimpleNamespace(
-        pretraining=PretrainingConfig(expected_curve=str(path)),
+        pretraining=PretrainingConfig(expected_curve=None if path is None else str(path)),
         provenance={"expected_curve": "mine.yaml:3"},
         read={"eval_strategy": strategy}.__getitem__,
     )
@@ -112,3 +118,14 @@ def test_last_loss_is_expected_only_of_held_out_curves(tmp_path) -> None:
     assert expect_loss(build_config(path, "steps")) == {"eval_loss": 2.0}
     path.write_text(json.dumps({"curve": CURVE | {"metric": "loss"}, "num_tokens": 1e6}))
     assert expect_loss(build_config(path, "steps")) == {}
+
+
+def test_monitor_is_that_of_the_file(tmp_path) -> None:
+    writer, progress = MetricsWriter(tmp_path / METRICS_FILE, is_main=True), Lines()
+    assert list(build_expected_curve(build_config(None, "steps"), writer, progress)) == []
+    assert expect_loss(build_config(None, "steps")) == {}
+    (tmp_path / "curve.json").write_text(json.dumps({"curve": CURVE, "num_tokens": 1e6}))
+    (monitor,) = build_expected_curve(build_config(tmp_path / "curve.json", "steps"), writer, progress)
+    state = SimpleNamespace(max_steps=100, log_history=[], global_step=100)
+    monitor.on_log(None, state, None, {"eval_loss": 2.3})
+    assert progress.lines == ["step 100: eval_loss 2.3 is above the expected 1.8 to 2.2 (expected_curve)"]
