@@ -44,7 +44,7 @@ def take_cpus_for_gpus() -> None:
         import deepspeed
 
         # No shared-memory collectives, which replace those of gloo and take minutes to compile.
-        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     import torch
     from accelerate import PartialState
     from accelerate.utils import DistributedType
