@@ -129,10 +129,11 @@ class LiveProgress(TrainingProgress):
         """Draw on ``stream``, a terminal."""
         self._console = Console(file=stream)
         self._display = Progress(
-            TextColumn("{task.description}"),
+            # No markup: names of data and metrics may contain brackets.
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", style="cyan"),
+            TextColumn("{task.fields[figures]}", style="cyan", markup=False),
             TextColumn("eta"),
             TimeRemainingColumn(compact=True),
             console=self._console,
@@ -156,7 +157,7 @@ class LiveProgress(TrainingProgress):
         if event["kind"] == "train" and self._training is not None:
             self._display.update(self._training, figures=describe_event(event))
         else:
-            self._console.print(f"step {event['step']}  {describe_event(event)}", highlight=False)
+            self.say(f"step {event['step']}  {describe_event(event)}")
 
     def say(self, line: str) -> None:
         """Write the line above the bar."""
