@@ -524,8 +524,8 @@ class CommandConfig:
         return _format_values(table, settings.values, origins)
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
-        """Yield problems of the configuration as a whole."""
-        raise NotImplementedError
+        """Return problems of the configuration as a whole; a command without any has none."""
+        return iter(())
 
     def list_values(self) -> dict[str, Any]:
         """Return every key with its value as JSON types, without ``path``."""

@@ -118,8 +118,10 @@ def _read_expected_curve(path: Path) -> tuple[ExpectedCurve, float]:
     try:
         curve = ExpectedCurve(**record["curve"])
         # Fails for other values than numbers, and for lists of different lengths.
-        if np.array([curve.shares, curve.losses, curve.low, curve.high], dtype=np.float64).size == 0:
-            raise ValueError("it is empty")
+        table = np.array([curve.shares, curve.losses, curve.low, curve.high], dtype=np.float64)
+        is_curve = table.ndim == 2 and table.size and np.isfinite(table).all() and (np.diff(table[0]) > 0).all()
+        if not is_curve or curve.metric not in ("eval_loss", "loss") or not 0 < record["num_tokens"] < np.inf:
+            raise ValueError("its metric, shares, losses or tokens are not those of a run")
     except (TypeError, ValueError) as error:
         raise DataError(Problem(str(path), f"`curve` is no loss curve: {error}", remedy)) from error
     return curve, record["num_tokens"]
