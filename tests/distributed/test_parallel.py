@@ -21,6 +21,7 @@ from tests.distributed.cells import (
     resume,
 )
 from tests.distributed.matrix import LAYOUTS
+from tests.faults.recipe_runs import SIZES
 from tests.rows import read_events
 
 from recipes_lib.commands.weights import export_checkpoint
@@ -29,6 +30,12 @@ pytestmark = pytest.mark.multiprocess
 PACKED, TIED = "sft packed", "pretrain tied"
 CHOSEN = {PACKED: CELLS[PACKED], TIED: CELLS[TIED]}
 TENSOR = "TP, 2"
+PLANS = {
+    # Query and key norms, whose gradients are summed over the ranks; projections whose inputs or outputs are gathered.
+    f"pretrain {model_type}": ("pretrain", 4, {"model_config": json.dumps({"model_type": model_type} | SIZES | more)})
+    for model_type, more in (("qwen3", {"num_key_value_heads": 2, "head_dim": 8}), ("glm4", {"num_key_value_heads": 2}))
+}
+"""Cells of architectures whose plan has other styles than those of Llama."""
 
 
 @pytest.fixture(scope="module", params=[TENSOR, "CP, 2"])
@@ -100,6 +107,14 @@ def test_nan_loss_on_one_rank_stops_all_before_update(runs: tuple[Path, Any]) ->
     message = "step 2 was stopped before its update: the loss of micro-batch 1 of rank 1 is nan"
     assert ended["output"].count(message) == 2
     assert len(read_events(folder / "nan")) == 1
+
+
+def test_other_plans_match_one_process(inputs: Path, tmp_path: Path) -> None:
+    sharding.run_jobs(build_jobs(inputs, PLANS, 1), tmp_path / "alone")
+    LAYOUTS[TENSOR].run(build_jobs(inputs, PLANS, 1), tmp_path / "split")
+    for cell in PLANS:
+        # Adam divides gradients by their magnitude: those near zero differ.
+        assert_same_run(tmp_path / "alone" / cell, tmp_path / "split" / cell, 1e-4)
 
 
 @pytest.mark.slow

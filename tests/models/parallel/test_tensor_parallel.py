@@ -38,7 +38,9 @@ def two_processes() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "smollm3"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "mistral", "smollm3", "qwen3", "gemma3_text", "glm4", "olmo2", "phi3"]
+)
 def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
     config = build_config(model_type)
     config.attention_dropout = 0.0
@@ -49,7 +51,6 @@ def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
     ("config", "why"),
     [
         (AutoConfig.for_model("gpt2"), "tensor parallelism is not supported for a gpt2 model"),
-        (build_config("qwen3"), "tensor parallelism is not supported for a qwen3 model"),
         (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "tensor parallelism is not supported for a mixtral model"),
         (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),

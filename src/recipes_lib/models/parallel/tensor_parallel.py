@@ -12,19 +12,52 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,  # type: ignore[attr-defined]
+    ReplicatedWithGradAllReduce,
+)
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.projection import VocabularyShard
 
-PROVED_STYLES: Final = {"colwise", "rowwise"}
-"""Styles of ``base_model_tp_plan`` with a parity test; experts and fused projections have none. Query and key norms, as
-in Qwen 3 and Gemma 3, are excluded: under gradient accumulation transformers 5.23 all-reduces their accumulated
-gradients after every micro-batch, so that earlier micro-batches are summed again."""
+HEAD_NORM_STYLE: Final = "replicated_with_grad_allreduce"
+"""Style of query and key norms, as in Qwen 3 and Gemma 3: each rank computes their gradient for its own heads."""
+PROVED_STYLES: Final = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", HEAD_NORM_STYLE}
+"""Styles of ``base_model_tp_plan`` with a parity test; experts and fused projections have none."""
 _DIVIDED: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+class SummedGradient(ReplicatedWithGradAllReduce):
+    """Replicated weights whose gradient is summed over the tensor-parallel group in each backward pass.
+
+    The style of transformers 5.23 sums the accumulated gradient instead: under gradient accumulation, gradients of
+    earlier micro-batches are summed again. Goes when transformers registers a hook of the gradient.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Install the hooks in the first forward pass, when the weights are loaded."""
+        forward, hooked = module.forward, set[nn.Parameter]()
+
+        def add(gradient: Tensor) -> Tensor:
+            total = gradient.clone()
+            distributed.all_reduce(total, group=mesh.get_group())
+            return total
+
+        def hook_and_run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                # Under FSDP2, those are the gathered weights.
+                for weight in set(module.parameters(recurse=False)) - hooked:
+                    weight.register_hook(add)  # type: ignore[no-untyped-call]
+                    hooked.add(weight)
+            return forward(*args, **kwargs)
+
+        module.forward = hook_and_run
+        return module
 
 
 def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> DistributedConfig | None:
@@ -37,6 +70,7 @@ def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> 
     """
     if sizes.get("tp", 1) == 1:
         return None
+    ALL_PARALLEL_STYLES[HEAD_NORM_STYLE] = SummedGradient()
     return DistributedConfig(
         tp_size=sizes["tp"],
         fsdp_size=sizes.get("dp_shard", 1),
