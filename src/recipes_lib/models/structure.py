@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import (
@@ -85,8 +85,21 @@ def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
 
 
 def reads_mask(text_config: PreTrainedConfig) -> bool:
-    """Return whether layers compute with the attention mask (Doge, sparse attention), which must then not be empty."""
-    return text_config.model_type == "doge" or "indexed_attention" in (getattr(text_config, "layer_types", None) or ())
+    """Return whether layers compute with the attention mask, which must then not be empty.
+
+    Doge, sparse attention, and PhiMoE, which does not pass its window to kernels (transformers 5.23).
+    """
+    return text_config.model_type in ("doge", "phimoe") or "indexed_attention" in (
+        getattr(text_config, "layer_types", None) or ()
+    )
+
+
+def is_replaceable_sdpa(config: PreTrainedConfig) -> bool:
+    """Return whether attention equals sdpa by transformers' interface: no caps, no sinks, no code of its own."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or reads_mask(config.get_text_config()):
+        return False
+    return bool(model_class._supports_sdpa and model_class._supports_attention_backend)
 
 
 def reads_padding(text_config: PreTrainedConfig) -> bool:

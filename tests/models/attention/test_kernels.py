@@ -352,8 +352,8 @@ def test_context_parallelism_on_gpus_requires_half_precision() -> None:
         given: Any = SimpleNamespace(**{**vars(args), **half})
         chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), given, packing=True, context=share)
         assert chosen == AttentionChoice("context", "rows", share)
-    with pytest.raises(ConfigError, match="context parallelism does not support a mistral model"):
-        choose_attention(ModelConfig(dtype="float32"), CONFIGS["mistral"], given, packing=True, context=share)
+    with pytest.raises(ConfigError, match="context parallelism does not support a gemma2 model"):
+        choose_attention(ModelConfig(dtype="float32"), CONFIGS["gemma2"], given, packing=True, context=share)
 
 
 def test_hub_kernels_need_their_package_and_are_never_default(

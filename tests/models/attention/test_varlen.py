@@ -168,8 +168,8 @@ def test_cuda_kernel_arguments_give_result_of_cpu(
     shapes = [(13, 4, dims[0]), (num_keys, num_kv_heads, dims[0]), (num_keys, num_kv_heads, dims[1])]
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(shape, generator=generator) for shape in shapes]
-    expected = attend_documents(*states, batch, window=window)
-    found = attend_documents(*(state.as_subclass(CudaTensor) for state in states), batch, window=window)
+    expected = attend_documents(*states, batch | {"sliding_window": window})
+    found = attend_documents(*(state.as_subclass(CudaTensor) for state in states), batch | {"sliding_window": window})
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
     options = varlen.varlen_attn.call_args.kwargs
     # Without the flag, torch refuses grouped queries.

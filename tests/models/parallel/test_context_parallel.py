@@ -26,9 +26,9 @@ SIZES = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def build_model(attention: str, **changes: int) -> Any:
+def build_model(attention: str, model_type: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SIZES | HEADS | changes)
+    config = AutoConfig.for_model(model_type, **SIZES | HEADS | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     add_loss_head(model)
     return model.train()
@@ -46,9 +46,10 @@ def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
 
 
 @pytest.mark.parametrize(
-    ("size", "by_heads", "heads"),
+    ("size", "by_heads", "changes"),
     [
         (2, False, {}),
+        *((2, by_heads, {"model_type": "mistral", "sliding_window": 3}) for by_heads in (False, True)),
         (3, False, {}),
         # Key-value heads divided over two ranks, replicated on two and on four, and multi-head attention on three.
         (2, True, {}),
@@ -58,7 +59,7 @@ def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
     ],
 )
 def test_context_parallel_loss_and_gradients_equal_one_rank(
-    size: int, by_heads: bool, heads: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    size: int, by_heads: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed documents are isolated, and sharded documents attend to keys of other ranks."""
     batch = build_batch(*ROWS)
@@ -68,8 +69,8 @@ def test_context_parallel_loss_and_gradients_equal_one_rank(
         AttentionInterface.register(f"context{rank}", partial(_attend, share))
         AttentionMaskInterface.register(f"context{rank}", sdpa_mask)
         own = shard_batch(batch, rank, size, by_heads=by_heads)
-        models.append((build_model(f"context{rank}", **heads), own))
-    loss, num_targets, gradients = compute(build_model("sdpa", **heads), batch)
+        models.append((build_model(f"context{rank}", **changes), own))
+    loss, num_targets, gradients = compute(build_model("sdpa", **changes), batch)
     parts = run_together([partial(compute, *each) for each in models], monkeypatch)
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
     assert sum(part[1] for part in parts) == num_targets
@@ -88,11 +89,9 @@ def test_unsharded_batch_attends_as_sdpa() -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "why"),
     [
-        ("mistral", {"sliding_window": 8}, "sliding_attention layers"),
-        ("gemma3_text", {}, "sliding_attention layers"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv layers"),
-        ("doge", {}, "attention by a mask of its own"),
-        ("gemma2", {}, "capped attention"),
+        # A mask of its own, capped scores, sinks, and code of its own.
+        *((model_type, {}, "attention other than by sdpa") for model_type in ("doge", "gemma2", "gpt_oss", "bloom")),
         ("llama", {"attention_dropout": 0.1}, "attention dropout"),
         ("gpt2", {}, "attention dropout"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
@@ -128,9 +127,9 @@ def test_indivisible_head_counts_are_refused(heads: dict[str, int], why: str) ->
     [
         *((model_type, HEADS) for model_type in ("llama", "qwen3", "qwen2", "smollm3")),
         ("gpt2", {"num_attention_heads": 4, "attn_pdrop": 0.0}),
-        ("gemma3_text", {**HEADS, "layer_types": ["full_attention"] * 2, "sliding_window": 8}),
+        ("gemma3_text", {**HEADS, "sliding_window": 8}),
     ],
 )
 @pytest.mark.parametrize("by_heads", [False, True])
-def test_full_attention_models_are_accepted(model_type: str, changes: dict[str, Any], by_heads: bool) -> None:
+def test_supported_models_are_accepted(model_type: str, changes: dict[str, Any], by_heads: bool) -> None:
     verify_context_parallel(AutoConfig.for_model(model_type, **SIZES, **changes), 4, by_heads=by_heads)

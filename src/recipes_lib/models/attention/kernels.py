@@ -35,7 +35,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
-from recipes_lib.models.structure import find_head_dim, has_attention_dropout, list_layer_configs, reads_mask
+from recipes_lib.models.structure import find_head_dim, has_attention_dropout, is_replaceable_sdpa, list_layer_configs
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -261,8 +261,7 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        # Equivalent to sdpa, through transformers' attention interface.
-        "varlen": model_class._supports_sdpa and model_class._supports_attention_backend and not reads_mask(config),
+        "varlen": is_replaceable_sdpa(config),
     }
     return answers.get(name, bool(model_class._supports_flash_attn) and name in flash)
 

@@ -97,8 +97,6 @@ def _varlen_attention(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise ValueError("attn_implementation: varlen needs cu_seq_lens_q for a row of several documents")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     states = (query.to(value.dtype), key.to(value.dtype), value)
     # (1, heads, T, D) to (T, heads, D). squeeze: the backward pass of an index would allocate and copy a tensor.
@@ -106,12 +104,10 @@ def _varlen_attention(
     if (index := settings.get("shared_prompt_index")) is not None:
         # ``index_select``: its backward is ``index_add``, that of ``key[index]`` sorts first, in every layer.
         key, value = (state.index_select(0, index) for state in (key, value))
-    return attend_documents(query, key, value, settings, window=settings.get("sliding_window"))[None], None
+    return attend_documents(query, key, value, settings)[None], None
 
 
-def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any], *, window: int | None = None
-) -> Tensor:
+def attend_documents(query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Causal attention within each packed document; ``(T, heads, D)``, as ``query``.
 
     If a document has more keys than queries, its queries are its last tokens.
@@ -120,11 +116,17 @@ def attend_documents(
         query: Queries of concatenated documents, ``(T, heads, D)``.
         key: Keys, ``(S, key-value heads, D)``.
         value: Values, ``(S, key-value heads, D)``.
-        settings: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``; optionally ``scaling``.
-        window: Number of keys that a query attends to, including its own position; ``None`` for all earlier ones.
+        settings: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``; optionally ``scaling``
+            and ``sliding_window``, the number of keys that a query attends to, including its own position.
+
+    Raises:
+        ValueError: There is dropout, a soft cap, sinks or a position bias, which the kernel does not have.
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; on a CPU, where torch has none, one sdpa call per document.
     """
+    if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
+    window: int | None = settings.get("sliding_window")
     scale = query.shape[-1] ** -0.5 if settings.get("scaling") is None else settings["scaling"]
     options: dict[str, Any] = {"scale": scale}
     is_grouped = query.shape[1] != key.shape[1]

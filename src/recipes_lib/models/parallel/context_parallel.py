@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.attention.varlen import attend_documents
-from recipes_lib.models.structure import find_sliding_window, has_attention_dropout, reads_mask
+from recipes_lib.models.structure import has_attention_dropout, is_replaceable_sdpa
 
 _HEADS: Final = {"": "attention", "key-value ": "key_value"}
 
@@ -44,7 +44,7 @@ class ContextParallelGroup:
 
 
 def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_heads: bool) -> None:
-    """Raise for a model that context parallelism does not support: anything but full causal attention.
+    """Raise for a model that context parallelism does not support: anything but causal attention.
 
     Args:
         config: Configuration of the model.
@@ -52,16 +52,15 @@ def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_
         by_heads: Whether the variant is Ulysses (``ContextParallelGroup``).
 
     Raises:
-        ConfigError: The model has sliding-window or other layers, capped attention, attention dropout, rotary positions
-            that depend on the sequence length, or a load-balancing loss over whole sequences.
+        ConfigError: The model has layers without attention, attention other than by sdpa, attention dropout, rotary
+            positions that depend on the sequence length, or a load-balancing loss over whole sequences.
         ConfigError: Ulysses: the number of heads is no multiple of ``num_processes``.
     """
     text = config.get_text_config()
-    by_default = "sliding_attention" if find_sliding_window(text) else "full_attention"
-    kinds = set(getattr(text, "layer_types", None) or [by_default])
-    reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention"})]
-    reasons += ["attention by a mask of its own"] if reads_mask(text) else []
-    reasons += ["capped attention"] if getattr(text, "attn_logit_softcapping", None) is not None else []
+    kinds = set(getattr(text, "layer_types", None) or ())
+    reasons = [f"{kind} layers" for kind in sorted(kinds - {"full_attention", "sliding_attention"})]
+    # Attention by the model's own code would be confined to the tokens of this rank.
+    reasons += [] if is_replaceable_sdpa(config) else ["attention other than by sdpa"]
     reasons += ["attention dropout"] if has_attention_dropout(text) else []
     # Angles depend on the sequence length, of which each rank sees only its shard.
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")

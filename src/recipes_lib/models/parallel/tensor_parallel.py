@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.tensor_parallel import (
-    ALL_PARALLEL_STYLES,  # type: ignore[attr-defined]
+from transformers.distributed.tensor_parallel import (  # type: ignore[attr-defined]
+    ALL_PARALLEL_STYLES,
     ReplicatedWithGradAllReduce,
 )
 
