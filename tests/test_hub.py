@@ -9,6 +9,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
+from tests.publish.hub_server import Fault, open_hub
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig, TokensConfig
@@ -60,6 +61,22 @@ def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys, mon
     go_offline_unless_reachable("owner/name")
     assert constants.HF_HUB_OFFLINE
     assert not capsys.readouterr().err, "another rank repeats the line"
+
+
+@pytest.mark.parametrize("fault", [Fault(stalls=True), Fault(cut="before")], ids=["stalls", "resets"])
+@pytest.mark.usefixtures("unreachable")
+def test_broken_connection_to_hub_ends_with_its_reason(fault, monkeypatch):
+    monkeypatch.setattr("recipes_lib.environment.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0)
+    monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+    with open_hub() as hub:
+        for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+            value = getattr(constants, name).replace(constants.ENDPOINT, hub.endpoint)
+            monkeypatch.setattr(constants, name, value)
+        hub.sabotage = lambda kind: fault
+        with pytest.raises(UserError, match="nobody/nothing: the connection to the Hub failed") as caught:
+            load_tokenizer(MODEL, TokensConfig())
+    assert "run the same command again" in caught.value.problems[0].remedy
 
 
 def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.environment import go_offline_unless_reachable
+from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
@@ -489,6 +489,8 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     if name.endswith(".gguf") or (any(Path(name).glob("*.gguf")) and not (Path(name) / "config.json").exists()):
         return f"{name} is in llama.cpp's format, GGUF", "name the safetensors model that it was converted from"
     # transformers wraps exceptions of huggingface_hub in OSError.
+    if refusal := explain_refusal_of_hub(error):
+        return f"{name}: {refusal[0]}", refusal[1]
     causes = list(iterate_causes(error))
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
