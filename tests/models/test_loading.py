@@ -104,13 +104,18 @@ def test_corrupt_file_is_one_config_error(file: str, content: bytes, words: str,
     assert (where, words in found) == ("model_name_or_path", True)
 
 
-def test_damaged_generation_config_is_refused(model_dir: Path) -> None:
+def test_damaged_generation_config_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would ignore it, and with it the stop tokens."""
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [0, 3')
     where, found, _ = catch_problem(lambda: load_model_config(config_for(model_dir)))
     assert (where, "generation_config.json" in found) == ("model_name_or_path", True)
     (model_dir / "generation_config.json").unlink()
     assert load_model_config(config_for(model_dir))[1].eos_token_id == 0
+    # The Hub may have one, with other stop tokens, and not send it.
+    busy = OSError("not found")
+    busy.__cause__ = hub.HfHubHTTPError("refused", response=MagicMock(status_code=429))
+    monkeypatch.setattr("recipes_lib.models.loading.GenerationConfig.from_pretrained", MagicMock(side_effect=busy))
+    assert "the Hub answers 429" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
 
 
 def break_weights(folder: Path) -> tuple[str, str]:

@@ -159,8 +159,9 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         model_config = AutoConfig.from_pretrained(name, **options)
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
-        except OSError:  # Many models have no generation_config.json; transformers derives it in the same way.
-            if (Path(name) / "generation_config.json").exists():  # Damaged: its stop tokens would be lost.
+        except OSError as error:  # Many models have no generation_config.json; transformers derives it in the same way.
+            # Damaged, or not sent: its stop tokens would be lost.
+            if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
