@@ -337,7 +337,8 @@ def _open(output_dir: Path, launch: Launch) -> Path:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
+        remedy = "name another folder; if it is a link, mount the disk of its target"
+        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}", remedy)) from error
     if launch.is_main:
         _claim(output_dir)
         clear_leftovers(output_dir)
