@@ -317,6 +317,8 @@ def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
     assert (find_dead_process() or "").startswith("process 1 of this machine ended: ConfigError: --seed")
     parse_or_exit("sft", recipe)
     assert (tmp_path / "0" / "pid").is_file()
+    run_command(raising(LOST))
+    assert not (tmp_path / "0" / "pid").exists(), "a third process would take this one for the cause"
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])

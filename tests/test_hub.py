@@ -9,6 +9,8 @@ import datasets
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
+from tests.publish.hub_server import Fault, Refusal, open_hub
+from tests.tiny import build_tokenizer
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig, TokensConfig
@@ -60,6 +62,48 @@ def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys, mon
     go_offline_unless_reachable("owner/name")
     assert constants.HF_HUB_OFFLINE
     assert not capsys.readouterr().err, "another rank repeats the line"
+
+
+@pytest.fixture
+def hub(unreachable, monkeypatch, tmp_path):
+    """Set the Hub's address to a server that has the tiny tokenizer, and the cache to an empty folder."""
+    monkeypatch.setattr("recipes_lib.environment.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_http.time, "sleep", lambda _: None)
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    with open_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        files = {file.name: file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()}
+        server.add(str(MODEL.model_name_or_path), private=False, files=files)
+        yield server
+
+
+@pytest.mark.parametrize("fault", [Fault(stalls=True), Fault(cut="before")], ids=["stalls", "resets"])
+def test_broken_connection_to_hub_ends_with_its_reason(hub, fault):
+    hub.sabotage = lambda kind: fault
+    with pytest.raises(UserError, match="nobody/nothing: the connection to the Hub failed") as caught:
+        load_tokenizer(MODEL, TokensConfig())
+    assert "run the same command again" in caught.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("refused", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_refused_file_of_tokenizer_is_not_a_missing_one(hub, refused, monkeypatch):
+    send = hub._file
+
+    def refuse(path, body):
+        if path["path"] == refused:
+            raise Refusal(429)
+        return send(path, body)
+
+    monkeypatch.setattr(hub, "_file", refuse)
+    with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
+        load_tokenizer(MODEL, TokensConfig())
+    monkeypatch.setattr(hub, "_file", send)
+    assert load_tokenizer(MODEL, TokensConfig()).chat_template
 
 
 def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):

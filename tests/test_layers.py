@@ -37,7 +37,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "api": {"boundary", "commands", "config", "errors", "report", "shipped", "training"},
     "errors": set(),
     "files": {"errors"},
-    "environment": {"processes"},
+    "environment": {"errors", "processes"},
     "shipped": {"errors"},
     "hardware": set(),
     "quantities": set(),
@@ -57,7 +57,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},
     "report": {"config", "errors", "models", "files", "quantities"},
-    "publish": {"config", "errors", "models", "files", "planning", "processes", "quantities", "report", "training"},
+    "publish": {
+        *("config", "environment", "errors", "files", "models", "planning", "processes", "quantities", "report"),
+        "training",
+    },
     "demo": {"config", "errors", "files", "models", "pipelines", "report", "shipped"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
     # Commands may import every package.

@@ -74,6 +74,7 @@ def test_lost_connection_names_dead_process(folders, monkeypatch):
     for message in ("[gloo] Connection closed by peer [127.0.0.1]:1", of_nccl):
         assert "process 1" in str(processes.explain_lost_connection(RuntimeError(message)))
     assert processes.explain_lost_connection(RuntimeError("the shapes differ")) is None
+    assert processes.explain_lost_connection(TimeoutError("operation timeout")) == processes.find_dead_process()
     # The kernel closes a process's connections before it ends the process.
     ends = iter([None, "process 1 ended"])
     monkeypatch.setattr(processes, "find_dead_process", lambda: next(ends))
@@ -95,6 +96,18 @@ def test_silent_process_is_not_a_bug(message, monkeypatch):
     assert lost.startswith("another process has not answered in time")
     assert message in lost
     assert "ddp_timeout" in lost
+
+
+def test_silent_process_is_named_and_those_that_wait_for_it_are_not(folders, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    (folders / "2").mkdir()
+    (folders / "2" / "pid").write_text(f"{os.getppid()}")
+    processes.register_process()
+    lost = processes.explain_lost_connection(RuntimeError("operation timeout"), seconds=0)
+    assert str(lost).startswith(f"process 2 (pid {os.getppid()}) of this machine has not answered in time")
+    run_as(folders, "2", "processes.unregister_process()")
+    lost = processes.explain_lost_connection(RuntimeError("operation timeout"), seconds=0)
+    assert str(lost).startswith("another process has not answered in time")
 
 
 def test_error_with_a_path_that_is_not_utf8_is_reported_once(tmp_path, monkeypatch):

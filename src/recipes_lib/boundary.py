@@ -116,6 +116,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     processes.limit_threads()
     hide_expected_warnings()
     STOP.is_reported = True
+    error = None
     try:
         with raising_stop_signals():
             code = command() or EXIT_DONE
@@ -123,11 +124,11 @@ def run_command(command: Callable[[], int | None]) -> int:
         STOP.close()
         error = _find_stop(raised)
         code = _report(error)
-        # A rank that ends because of another one writes no reason: the launcher shows the first cause only.
-        if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
-            processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
-    if code in (EXIT_DONE, EXIT_PREEMPTED):
+    # A rank that ends because of another one writes no reason: launcher and other ranks name the first cause only.
+    if code in (EXIT_DONE, EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
+    elif error is not None:
+        processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

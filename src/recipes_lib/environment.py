@@ -7,10 +7,13 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib import processes
+from recipes_lib.errors import iterate_causes
 
 _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
 
@@ -42,13 +45,24 @@ def read_git_commit() -> str | None:
 
 SECONDS_TO_ANSWER: Final = 3.0
 """Timeout of the request that decides whether the Hub is reachable."""
+SECONDS_OF_SILENCE: Final = 30.0
+"""Read timeout of the Hub while models and data are loaded, unless HF_HUB_DOWNLOAD_TIMEOUT is longer."""
+
+
+_ANSWERS: Final[Mapping[int, str]] = {
+    401: "the token is invalid or expired: `hf auth login` again, or unset HF_TOKEN: public repositories need none",
+    403: "take a token that may read it: `hf auth whoami` says whose the present one is",
+    429: "too many requests: wait some minutes, or `hf auth login` for a higher limit",
+}
+"""HTTP status with which the Hub refuses without a reason of its own, and the remedy."""
 
 
 def go_offline_unless_reachable(name: str) -> None:
     """Switch this process to offline mode if the Hub is unreachable, so that loading uses the cache without timeouts.
 
     Without a network, huggingface_hub retries every request six times over 22 seconds, and loading a model makes
-    several requests. If the Hub is reachable, these retries are kept. Rank 0 reports a switch on standard error.
+    several requests. If the Hub is reachable, these retries are kept, with a read timeout. Rank 0 reports a switch on
+    standard error.
 
     Args:
         name: Hub id, or an existing path, for which no request is made.
@@ -73,3 +87,38 @@ def go_offline_unless_reachable(name: str) -> None:
         # `datasets` copies the constant at import.
         if "datasets" in sys.modules:
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+        return
+    limit_silence(max(SECONDS_OF_SILENCE, constants.HF_HUB_DOWNLOAD_TIMEOUT))
+
+
+def explain_refusal_of_hub(error: BaseException) -> tuple[str, str] | None:
+    """Return why the Hub has not sent a file, and the remedy; ``None`` if the error has another reason, or its own."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for cause in iterate_causes(error):
+        if type(cause) is HfHubHTTPError:  # Its subclasses are the refusals with a reason.
+            status = cause.response.status_code
+            return f"the Hub answers {status}", _ANSWERS.get(status, "run the same command again later")
+        if isinstance(cause, HfHubHTTPError.__bases__[0]) and not isinstance(cause, HfHubHTTPError):
+            return f"the connection to the Hub failed ({type(cause).__name__})", "run the same command again"
+    return None
+
+
+def limit_silence(seconds: float) -> None:
+    """Limit the timeouts of all requests of huggingface_hub; upstream's client waits forever in some of them."""
+    from huggingface_hub import get_session, set_client_factory
+
+    session = get_session()
+    kind, hooks = type(session), session.event_hooks
+    requests = [hook for hook in hooks["request"] if not isinstance(hook, partial)]
+    # Through the factory, because upstream creates a new client after a connection error (``utils/_http.py``).
+    limited: Any = {**hooks, "request": [*requests, partial(_limit, seconds)]}
+    set_client_factory(lambda: kind(event_hooks=limited, follow_redirects=True))
+
+
+def _limit(seconds: float, request: Any) -> None:
+    # Set on each request, because upstream passes ``timeout=None`` in some calls, for example when it lists files,
+    # which overrides the client's timeout (huggingface_hub 2.4, ``utils/_pagination.py``).
+    given = request.extensions.get("timeout") or {}
+    names = ("connect", "read", "write", "pool")
+    request.extensions["timeout"] = {name: min(seconds, given.get(name) or seconds) for name in names}

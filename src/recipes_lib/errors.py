@@ -84,7 +84,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
     r"|\d+ requested and \d+ written|database or disk is full": (
         None,
         "the disk is full",
-        f"free some space and {_RESUMES}; `recipes check` shows what training will write",
+        f"free space or inodes (`df -h`, `df -i`) and {_RESUMES}; `recipes check` shows what training will write",
     ),
     "Input/output error|Stale file handle|disk I/O error": (
         None,

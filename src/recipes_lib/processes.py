@@ -11,6 +11,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -135,25 +136,24 @@ def is_first_to_report(words: str) -> bool:
 
 def find_dead_process() -> str | None:
     """Return which process of this machine has died, and why; ``None`` if all are alive or ended normally."""
-    folder = _find_folder()
-    if folder is None:
-        return None
-    for file in sorted(folder.parent.glob(f"*/{_PID_FILE}")):
+    for folder, pid in _list_registered():
         try:
-            os.kill(int(file.read_text()), 0)  # Signal 0 only tests whether the process exists.
+            os.kill(pid, 0)  # Signal 0 only tests whether the process exists.
         except ProcessLookupError:
-            return f"process {file.parent.name} of this machine ended: {_read_reason(file.parent)}"
-        except (OSError, ValueError):  # It has just ended normally, or belongs to another user.
+            return f"process {folder.name} of this machine ended: {_read_reason(folder)}"
+        except OSError:  # It belongs to another user.
             continue
     return None
 
 
 def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str | None:
-    """Return which process has died if ``error`` reports a lost or silent connection; else ``None``.
+    """Return which process has died or hangs if ``error`` reports a lost or silent connection; else ``None``.
+
+    Afterwards, the other ranks do not take the end of this process for the cause.
 
     Args:
         error: Error of a collective operation.
-        seconds: Time to wait for the other process's ``error.json`` or its end.
+        seconds: Time to wait for the other process's ``error.json`` or its end, and for ranks that wait as this one.
     """
     words = str(error)
     if read_world_size() == 1:  # Without peers, the message is that of another pipe or socket.
@@ -161,12 +161,15 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
     is_silent = any(phrase in words for phrase in _TIMED_OUT)
     if not is_silent and not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
+    unregister_process()
     deadline = time.monotonic() + seconds
     while (lost := find_dead_process()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    if is_silent:
-        # Its peers have waited as long, and may have ended by now for the same reason.
-        return f"another process has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
+    if lost is None and is_silent:
+        # Ranks that wait as this one have come here too: those still registered do something else.
+        others = ", ".join(f"{folder.name} (pid {pid})" for folder, pid in _list_registered())
+        name = f"process {others} of this machine" if others else "another process"
+        return f"{name} has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
     return lost or "another process ended: see its output for the reason"
 
 
@@ -194,6 +197,14 @@ def _read_number(name: str, default: int) -> int:
 def _find_folder() -> Path | None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parent if file and Path(file).parent.is_dir() else None
+
+
+def _list_registered() -> Iterator[tuple[Path, int]]:
+    """Yield folder and process id of the processes of this machine that have not ended normally."""
+    if (folder := _find_folder()) is not None:
+        for file in sorted(folder.parent.glob(f"*/{_PID_FILE}")):
+            with suppress(OSError, ValueError):  # It has just ended normally.
+                yield file.parent, int(file.read_text())
 
 
 def _write(name: str, text: str) -> None:

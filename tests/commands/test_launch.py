@@ -217,6 +217,25 @@ def test_invalid_launch_is_rejected_before_start(flags, words, monkeypatch):
         launching.main([*([] if "--config" in flags else ["--config", CONFIG]), "--dry_run", *flags])
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "flags", "words"),
+    [
+        (0, ["--hardware", "fsdp2"], "asks for FSDP, and torch finds no GPU"),
+        (0, ["--hardware", "zero2"], "asks for DEEPSPEED, and torch finds no GPU"),
+        (1, ["--hardware", "ddp"], "2 processes on this machine, where torch finds 1 GPU"),
+        (1, ["--hardware", "ddp", "--use_cpu", "true"], None),
+        (1, ["--hardware", "cpu_ddp"], None),
+        (2, ["--hardware", "fsdp2"], None),
+    ],
+)
+def test_missing_gpus_are_found_before_start(num_gpus, flags, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: num_gpus)
+    monkeypatch.setattr("os.execv", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(ConfigError if words else InterruptedError, match=words):
+        launching.main(["--config", CONFIG, "--num_processes", "2", *flags])
+
+
 def test_fp8_is_verified_before_accelerate_refuses_it(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -341,6 +360,7 @@ def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message)
     assert done.returncode == code, done.stderr
     assert re.search(message, done.stderr)
     assert "Traceback" not in done.stderr
+    assert "torch/distributed/elastic" not in done.stderr or code == EXIT_PREEMPTED
 
 
 def meet_at(port, rank):

@@ -104,13 +104,18 @@ def test_corrupt_file_is_one_config_error(file: str, content: bytes, words: str,
     assert (where, words in found) == ("model_name_or_path", True)
 
 
-def test_damaged_generation_config_is_refused(model_dir: Path) -> None:
+def test_damaged_generation_config_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would ignore it, and with it the stop tokens."""
     (model_dir / "generation_config.json").write_text('{"eos_token_id": [0, 3')
     where, found, _ = catch_problem(lambda: load_model_config(config_for(model_dir)))
     assert (where, "generation_config.json" in found) == ("model_name_or_path", True)
     (model_dir / "generation_config.json").unlink()
     assert load_model_config(config_for(model_dir))[1].eos_token_id == 0
+    # The Hub may have one, with other stop tokens, and not send it.
+    busy = OSError("not found")
+    busy.__cause__ = hub.HfHubHTTPError("refused", response=MagicMock(status_code=429))
+    monkeypatch.setattr("recipes_lib.models.loading.GenerationConfig.from_pretrained", MagicMock(side_effect=busy))
+    assert "the Hub answers 429" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
 
 
 def break_weights(folder: Path) -> tuple[str, str]:
@@ -274,23 +279,30 @@ def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object]
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "status", "words", "way_out"),
     [
-        (hub.GatedRepoError, "org/model is gated"),
-        (hub.RepositoryNotFoundError, "org/model is not on the Hub, or private"),
-        (hub.RevisionNotFoundError, "org/model has no such revision"),
+        (hub.GatedRepoError, 403, "org/model is gated", "accept its terms"),
+        (hub.RepositoryNotFoundError, 401, "org/model is not on the Hub, or private", "check the spelling"),
+        (hub.RevisionNotFoundError, 404, "org/model has no such revision", "check model_revision"),
+        (hub.HfHubHTTPError, 401, "org/model: the Hub answers 401", "unset HF_TOKEN"),
+        (hub.HfHubHTTPError, 403, "org/model: the Hub answers 403", "token that may read it"),
+        (hub.HfHubHTTPError, 429, "org/model: the Hub answers 429", "wait some minutes"),
+        (hub.HfHubHTTPError, 503, "org/model: the Hub answers 503", "again later"),
     ],
 )
 def test_hub_errors_have_distinct_messages(
-    kind: type[hub.HfHubHTTPError], words: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[hub.HfHubHTTPError], status: int, words: str, way_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OSError("You cannot have this.") from kind("refused", response=MagicMock())
+        # huggingface_hub looks into its cache after most refusals, in vain.
+        missing = hub.LocalEntryNotFoundError("not in the cache")
+        missing.__cause__ = kind("refused", response=MagicMock(status_code=status))
+        raise OSError("You cannot have this.") from missing
 
     monkeypatch.setattr("recipes_lib.models.loading.AutoConfig.from_pretrained", refuse)
     _, found, remedy = catch_problem(lambda: load_model_config(config_for("org/model")))
     assert found == words
-    assert remedy
+    assert way_out in remedy
 
 
 def test_file_beyond_memory_is_explained(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

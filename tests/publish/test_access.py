@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import HfApi, constants
 from tests.publish.hub_server import Fault
 
+from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError
-from recipes_lib.publish.access import describe, find_target, is_transient, limit_silence, open_target, retry
+from recipes_lib.publish.access import describe, find_target, is_transient, open_target, retry
 
 KEYS = {"output_dir": "runs/mine"}
 READER = {"name": "team", "roleInOrg": "read"}

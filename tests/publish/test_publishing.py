@@ -23,9 +23,10 @@ from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.environment import limit_silence
 from recipes_lib.errors import PreemptedError
 from recipes_lib.publish import publishing
-from recipes_lib.publish.access import NO_ANSWER, Target, limit_silence
+from recipes_lib.publish.access import NO_ANSWER, Target
 from recipes_lib.publish.publishing import Publication
 from recipes_lib.publish.selection import MODEL, find_contents
 from recipes_lib.training.checkpoints.manifest import rotate, write_complete

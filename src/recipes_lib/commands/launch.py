@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -24,6 +26,7 @@ from recipes_lib.errors import (
     EXIT_PREEMPTED,
     EXIT_STALLED,
     EXIT_USER,
+    STATUSES,
     ConfigError,
     Problem,
 )
@@ -38,6 +41,7 @@ from recipes_lib.training.layouts.launch_environment import (
     plan_launch,
     read_environment,
     read_launch_file,
+    verify_accelerator,
 )
 
 PORT: Final = 29500
@@ -140,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: The configuration is invalid; the launch file or pipeline schedule does not exist, is incompatible
             with the recipe, is for one process instead of several, or needs GPUs that this machine lacks; or the
-            address of machine 0 is unknown. As ``verify_fp8``, except for a dry run.
+            address of machine 0 is unknown. As ``verify_accelerator`` and ``verify_fp8``, except for a dry run.
     """
     parser = CommandParser("launch")
     add_pipeline_flags(parser)
@@ -161,6 +165,8 @@ def main(argv: Sequence[str]) -> int:
     # A text is the answer to --help or --print-config, which the recipe prints itself.
     if not isinstance(config, str):
         verify_combination(config, launch, str(file))
+        if not options.dry_run and not launch.layout.uses_cpu:
+            _verify_gpus(config, launch, launch.world_size // machines.num_machines)
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
@@ -194,6 +200,17 @@ def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Pat
         remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1"
         raise ConfigError(Problem("--num_machines", found, remedy))
     return file, document
+
+
+def _verify_gpus(config: RecipeConfig, launch: Launch, num_here: int) -> None:
+    """Raise if this machine lacks GPUs for its ``num_here`` processes, before all of them import torch."""
+    from recipes_lib.hardware import count_accelerators
+
+    num_gpus = count_accelerators()
+    verify_accelerator(launch, is_available=num_gpus > 0)
+    if 0 < num_gpus < num_here and not config.training.get("use_cpu"):
+        found = f"{num_here} processes on this machine, where torch finds {pluralize(num_gpus, 'GPU')}"
+        raise ConfigError(Problem("--num_processes", found, "omit it for one process per GPU (CUDA_VISIBLE_DEVICES)"))
 
 
 def find_recipe_name(argv: Sequence[str]) -> str:
@@ -245,6 +262,7 @@ def run_processes(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
     options = launch_command_parser().parse_args(list(arguments))
     try:
         launch_command(options)
@@ -272,6 +290,12 @@ def run_processes(arguments: Sequence[str]) -> int:
         # The convention of shells for a process that a signal has ended.
         return code if code > 0 else 128 - code
     return EXIT_DONE
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a record of torch's launcher says more than the error of a process or our line of its signal."""
+    known = (f"failed (exitcode: {code}" for code in ("-", *(f"{code})" for code in (EXIT_BUG, *STATUSES))))
+    return not record.getMessage().startswith(("Sending process ", *known))
 
 
 def compose(file: Path, script: Sequence[str], machines: Machines, launch: Launch) -> list[str]:

@@ -6,18 +6,19 @@ import codecs
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from accelerate import PartialState
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -37,7 +38,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.environment import go_offline_unless_reachable
+from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
+_OPTIONAL: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files of a tokenizer that transformers 5.23 takes for missing if the Hub refuses them, as with too many requests."""
 SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
@@ -100,11 +103,16 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     is_own = config.tokenizer_name_or_path is not None
     key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
     name = config.tokenizer_name_or_path or str(config.model_name_or_path)
+    revision = config.tokenizer_revision or (None if is_own else config.model_revision)
     verify_remote_code(config)
     with explained(key, name):
+        if not (Path(name).is_dir() or constants.HF_HUB_OFFLINE):
+            for file in _OPTIONAL:
+                with suppress(RemoteEntryNotFoundError):
+                    hf_hub_download(name, file, revision=revision)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
-            revision=config.tokenizer_revision or (None if is_own else config.model_revision),
+            revision=revision,
             trust_remote_code=config.trust_remote_code,
             # Beside mistral-common, which vLLM installs, transformers would prefer a tekken.json: not a fast tokenizer.
             mistral_format=False,
@@ -159,8 +167,9 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         model_config = AutoConfig.from_pretrained(name, **options)
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
-        except OSError:  # Many models have no generation_config.json; transformers derives it in the same way.
-            if (Path(name) / "generation_config.json").exists():  # Damaged: its stop tokens would be lost.
+        except OSError as error:  # Many models have no generation_config.json; transformers derives it in the same way.
+            # Damaged, or not sent: its stop tokens would be lost.
+            if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
@@ -489,6 +498,8 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     if name.endswith(".gguf") or (any(Path(name).glob("*.gguf")) and not (Path(name) / "config.json").exists()):
         return f"{name} is in llama.cpp's format, GGUF", "name the safetensors model that it was converted from"
     # transformers wraps exceptions of huggingface_hub in OSError.
+    if refusal := explain_refusal_of_hub(error):
+        return f"{name}: {refusal[0]}", refusal[1]
     causes = list(iterate_causes(error))
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)

@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from huggingface_hub import HfApi, get_session, get_token, set_client_factory
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from recipes_lib.config.schema import read_training
+from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError, Problem, iterate_causes
 
 T = TypeVar("T")
@@ -171,22 +171,6 @@ def _request(name: str, request: Callable[[HfApi], T]) -> T:
 
 def _problem(key: str, found: str, remedy: str) -> ConfigError:
     return ConfigError(Problem(key, found, remedy))
-
-
-def limit_silence(seconds: float) -> None:
-    """Set a read timeout for all requests of huggingface_hub; upstream's client waits forever."""
-    session = get_session()
-    kind, hooks = type(session), session.event_hooks
-    requests = [hook for hook in hooks["request"] if not isinstance(hook, partial)]
-    # Through the factory, because upstream creates a new client after a connection error (``utils/_http.py``).
-    limited: Any = {**hooks, "request": [*requests, partial(_limit, seconds)]}
-    set_client_factory(lambda: kind(event_hooks=limited, follow_redirects=True))
-
-
-def _limit(seconds: float, request: Any) -> None:
-    # Set on each request, because upstream passes ``timeout=None`` in some calls, for example when it lists files,
-    # which overrides the client's timeout (huggingface_hub 2.4, ``utils/_pagination.py``).
-    request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
 
 
 def retry(attempt: Callable[[], T]) -> T:

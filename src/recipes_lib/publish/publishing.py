@@ -22,6 +22,7 @@ from recipes_lib import processes
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
+from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
 from recipes_lib.publish.access import (
@@ -29,7 +30,6 @@ from recipes_lib.publish.access import (
     Target,
     describe,
     is_transient,
-    limit_silence,
     open_target,
     read_status,
     retry,

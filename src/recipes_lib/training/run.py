@@ -296,7 +296,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         # After ``_resume_batch``, both schedules are computed with the same global batch size.
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
-            raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
+            raise ConfigError(*_explain_differences(config, previous, effective, differing))
         if launch.is_main:
             # Later checkpoints were trained with other learning rates; the extended run writes its own.
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
@@ -337,7 +337,8 @@ def _open(output_dir: Path, launch: Launch) -> Path:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
+        remedy = "name another folder; if it is a link, mount the disk of its target"
+        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}", remedy)) from error
     if launch.is_main:
         _claim(output_dir)
         clear_leftovers(output_dir)
@@ -482,16 +483,19 @@ def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: C
 
 
 def _explain_differences(
-    output_dir: Path, before: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]
+    config: RecipeConfig, previous: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]
 ) -> list[Problem]:
+    where, before = str(Path(config.training["output_dir"]) / RUN_FILE), previous["config"]
+    if previous["stage"] != config.recipe:  # Most keys differ.
+        return [
+            Problem(where, f"is of the recipe {previous['stage']}, not {config.recipe}", "choose another output_dir")
+        ]
     remedy = "choose another output_dir, or run the command it was started with"
-    if set(differing) <= EXTENDABLE:
+    if config.recipe == "pretrain" and set(differing) <= EXTENDABLE:
         remedy = "no checkpoint is left from before the learning rates differ; " + remedy
     return [
         Problem(
-            f"{output_dir / RUN_FILE}",
-            f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}",
-            remedy,
+            where, f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}", remedy
         )
         for name in differing
     ]

@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import datasets
 import pytest
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
+from huggingface_hub.errors import HfHubHTTPError
 from tests.rows import write_rows
 
 from recipes_lib.data.sources.canonical import load_source
@@ -143,6 +145,7 @@ def test_unknown_hub_dataset_offline_has_remedy() -> None:
         (RuntimeError("Dataset scripts are no longer supported, but found b.py"), "refs/convert/parquet"),
         (ConnectionError("Couldn't reach 'a/b' on the Hub"), "go online"),
         (datasets.exceptions.DatasetGenerationError("An error occurred"), "spelling"),
+        (HfHubHTTPError("refused", response=MagicMock(status_code=429)), "wait some minutes"),
     ],
 )
 def test_hub_error_has_remedy(error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Resume with another world size or engine: batch, seeds, and agreement of all ranks on one checkpoint."""
 
+import dataclasses
 import errno
 import os
 import random
@@ -39,6 +40,23 @@ def config(per_device, accumulation, **sections):
 def record(world_size, per_device, accumulation, engine=""):
     batch = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
     return {"world_size": world_size, "engine": engine, **batch}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("sft", r"max_steps was \S+ in .* is now 9\n    choose"),
+        ("lora", r"^\S+run\.json: is of the recipe sft, not lora\n"),
+    ],
+)
+def test_run_of_other_recipe_or_length_is_one_error(tmp_path, recipe, message):
+    start_run(make_config(tmp_path), ONE)
+    (tmp_path / "checkpoint-5").mkdir()
+    write_complete(tmp_path / "checkpoint-5", step=5)
+    now = dataclasses.replace(make_config(tmp_path, max_steps=9), recipe=recipe)
+    with pytest.raises(ConfigError, match=message) as caught:
+        start_run(now, ONE)
+    assert len(caught.value.problems) == 1
 
 
 def test_rows_per_step_uses_upstream_defaults():

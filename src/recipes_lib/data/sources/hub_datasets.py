@@ -12,7 +12,7 @@ from typing import Any, Final
 from recipes_lib.data.sources.local_files import FileSource
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
-from recipes_lib.environment import go_offline_unless_reachable
+from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem, ReadFailedError
 from recipes_lib.files import read_record
 
@@ -144,6 +144,8 @@ def _keep_encoded(feature: Any) -> Any:
 
 
 def _describe_failure(name: str, error: Exception) -> DataError:
+    if refusal := explain_refusal_of_hub(error):
+        return DataError(Problem(name, *refusal))
     message = str(error)
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), _REMEDY)
     if isinstance(error, ConnectionError):
