@@ -27,3 +27,11 @@ def test_right_answers_that_verifier_cannot_read_are_reported(run_check, num_unr
 def test_indivisible_groups_are_reported(run_check):
     problems, _ = run_check("grpo", ROWS, num_generations=3, **KEYS)
     assert ["num_generations" in problem.found for problem in problems] == [True]
+
+
+@pytest.mark.parametrize(("tests", "is_valid"), [("assert add(1, 1) == 2", True), ('[{"input": "1"}]', False)])
+def test_tests_that_check_nothing_are_reported(run_check, tests, is_valid):
+    rows = [{**row, "tests": tests} for row in ROWS]
+    verifier = {"reward_funcs": "[recipes_lib.rl.verifiers:python_tests]", "bf16": False}
+    problems, _ = run_check("grpo", rows, num_generations=4, **verifier)
+    assert ["tests have no assertion" in problem.found for problem in problems] == [True] * (not is_valid)

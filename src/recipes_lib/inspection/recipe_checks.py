@@ -292,16 +292,16 @@ class PPOInspection(Inspection):
         """Report the prompts whose right answer a verifier cannot read: answers to them have no reward.
 
         Raises:
-            ConfigError: These are all prompts that were read.
+            ConfigError: These are all prompts that were read, or a verifier fails on one of them.
         """
         from recipes_lib.rl.rewards import Rewards
-        from recipes_lib.rl.verifiers import exact_match, final_number
+        from recipes_lib.rl.verifiers import exact_match, final_number, python_tests
 
         assert self._data is not None
         prompts = [self._data.train[number] for number in range(min(len(self._data.train), _MAX_REFERENCES))]
         count = len(prompts)
         for name, function in functions.items():
-            if function not in (exact_match, final_number):  # Others may run programs, or call a server.
+            if function not in (exact_match, final_number, python_tests):  # Others may call a server.
                 continue
             one = Rewards({name: function}, None, [1.0])
             num_unread = one.score(prompts, [""] * count, [[]] * count, [True] * count).total.count(None)
