@@ -301,8 +301,9 @@ class PPOInspection(Inspection):
         prompts = [self._data.train[number] for number in range(min(len(self._data.train), _MAX_REFERENCES))]
         count = len(prompts)
         for name, function in functions.items():
-            if function not in (exact_match, final_number, python_tests):  # Others may call a server.
-                continue
+            is_of_trl = str(getattr(function, "__module__", "")).startswith("trl.rewards")
+            if function not in (exact_match, final_number, python_tests) and not is_of_trl:
+                continue  # It may call a server.
             one = Rewards({name: function}, None, [1.0])
             num_unread = one.score(prompts, [""] * count, [[]] * count, [True] * count).total.count(None)
             found = f"{name} reads no right answer in {num_unread:,} of the first {count:,} prompts"
