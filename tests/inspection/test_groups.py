@@ -26,6 +26,7 @@ def test_right_answers_that_verifier_cannot_read_are_reported(run_check, num_unr
 
 @pytest.mark.parametrize(("solution", "is_read"), [(r"\frac{1}{4}", True), ('["4"]', False)])
 def test_solutions_that_math_verify_cannot_read_are_reported(run_check, solution, is_read):
+    pytest.importorskip("math_verify")
     rows = [{"question": row["question"], "solution": solution} for row in ROWS]
     verifier = {"reward_funcs": "[trl.rewards:accuracy_reward]", "bf16": False}
     problems, _ = run_check("grpo", rows, num_generations=4, **verifier)
