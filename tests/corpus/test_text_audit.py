@@ -44,6 +44,13 @@ def test_audit_counts_planted_faults():
     }
 
 
+def test_audit_warns_of_several_documents_in_one():
+    texts = clean_texts()
+    texts[:3] = [f"{texts[0]}</s>", f"{texts[1]}</s>{texts[2]}", f"{texts[3]}</s>\n{texts[4]}</s>"]
+    (warning,) = audit_texts(texts[:3] + texts[5:], end="</s>").warnings
+    assert warning.startswith("2 of 58 documents (3.4%) have the end of a document, </s>, inside")
+
+
 def test_audit_warns_of_rare_languages():
     texts = [f"{number} {ENGLISH}" for number in range(60)] + [GERMAN]
     assert count_languages(texts) == {"en": 60, "de": 1}

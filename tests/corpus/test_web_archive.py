@@ -12,7 +12,7 @@ from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.inputs import READ
 
 
-def write_warc(path, records, protocol="HTTP/1.0"):
+def write_warc(path, records, protocol="HTTP/1.0", status="200 OK"):
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
 
@@ -20,7 +20,7 @@ def write_warc(path, records, protocol="HTTP/1.0"):
         writer = WARCWriter(file, gzip=path.suffix == ".gz")
         for kind, body, *types in records:
             fields = [("Content-Type", field) if isinstance(field, str) else field for field in types or ["text/html"]]
-            headers = StatusAndHeaders("200 OK", fields, protocol=protocol)
+            headers = StatusAndHeaders(status, fields, protocol=protocol)
             http = headers if kind == "response" else None
             record = writer.create_warc_record(
                 f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
@@ -39,6 +39,16 @@ def test_warc_and_wet_records_are_read(tmp_path, name):
     assert "caf" in documents[1].text
     assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
     assert len({d.id for d in documents}) == 2
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.1", "HTTP/2"])
+@pytest.mark.parametrize(
+    ("status", "is_page"), [("203 Modified", True), ("301 Moved", False), ("404 Not Found", False), ("503 Busy", False)]
+)
+def test_redirects_and_error_pages_are_left_out(tmp_path, protocol, status, is_page):
+    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")], protocol, status)
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert len(documents) == is_page
 
 
 def test_id_of_a_page_is_that_of_its_record_or_its_place(tmp_path):

@@ -41,6 +41,9 @@ from recipes_lib.data.final_numbers import read_final_number
         (r"\boxed{(72, 96)}", None),
         (r"\boxed{12 \text{ or } 72}", None),
         (r"\boxed{12 = x, y = 72}", "72"),
+        (r"\boxed{x = 12, y = 72}", None),
+        (r"\boxed{\boxed{72}}", "72"),
+        (r"\boxed{\text{72}}", "72"),
         # Parts of an expression in prose.
         ("It is 3/72.", None),
         ("It is 3 / 72", None),
@@ -50,6 +53,7 @@ from recipes_lib.data.final_numbers import read_final_number
         (r"so $3 \times 72$", None),
         (r"so $\frac{3}{72}$", None),
         (r"so $\sqrt{72}$", None),
+        (r"so $\pm 72$", None),
         (r"so $\frac{144}{2} = 72$", "72"),
         ("the point (1, 72)", None),
         ("(1, 2) has the sum 72", "72"),
@@ -96,7 +100,8 @@ def test_read_final_number(text: str, number: str | None) -> None:
         ("3/4|1 1/2|#### 3/4|2x + 1|x - 1|x^2+1|5x|x5|2^10|1e-5|3 − 5i|x > 5|x ≥ 5|5 < x|5!|(3, 5)|[1, 2]", False),
         (r"2^{10}|x_{10}|10^{-3}|\{1, 2\}|(-\infty, 5)|[5, \infty)|\frac{3}{4}|\frac12|\sqrt{2}|\sqrt 2\pi", False),
         (r"\pi/2|2\sqrt{3}|3 \pm \sqrt{5}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}|5 \\ \end{pmatrix}", False),
-        ("3:30|2024-05-01|√2|2√3|2π|-$5/4$", False),
+        ("3:30|2024-05-01|√2|2√3|2π|-$5/4$|0.333...|0.3…", False),
+        (r"\pm 3|x \le 5|5 \le x \le 7|x \neq 2|\log_2 8", False),
         ("72|#### 72|6 + 66\n#### 72\nThe answer is: 72|-72|$-72$|$72|-$72|$72$|72.|72%|72°|x=72|x = -72", True),
         (r"72\%|$72\,$|\boxed{72}|$\boxed{72}$.|\(72\)|72 \text{ cm}|72\,\mathrm{cm}|\$72|70 + 2 = 72", True),
         (r"**72**|It is: 72|72 clips|72 cm|72 cm^2|72\text{ cm}^3|72\mbox{ cm}|72^\circ|72^{\circ}", True),
@@ -110,3 +115,22 @@ def test_number_inside_an_expression_is_no_reference(texts: str, is_number: bool
         if "#" not in text and "boxed" not in text:
             assert read_final_number(f"\\boxed{{{text}}}") == number, text
             assert read_final_number(f"#### {text}\n- 3 days") == (None if "+" in text else number), text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"2 and 3",
+        r"10\text{ or }20",
+        r"x = 2 or x = 3",
+        r"x=2,\ y=3",
+        r"13 out of 20",
+        r"1 in 6",
+        r"5 hours 30 minutes",
+    ],
+)
+def test_several_values_are_no_reference(text: str) -> None:
+    """Else 3 would be right for 2 and 3."""
+    assert read_final_number(text, is_reference=True) is None
+    assert read_final_number(f"\\boxed{{{text}}}") is None
+    assert read_final_number("She sold 48 clips in April and 24 in May, 72 in all", is_reference=True) == 72

@@ -16,6 +16,7 @@ from tests.rows import write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.data.sources.rows import Remark
 from recipes_lib.errors import DataError
 
 QUESTION = [{"role": "user", "content": "What is 2 plus 2?"}]
@@ -84,8 +85,13 @@ def test_chat_prompt_is_rendered_with_generation_prompt(load, tiny_tokenizer, ro
     assert data.max_length == len(prompt.input_ids) + 10
 
 
-def test_plain_text_prompt_is_not_rendered(load, tiny_tokenizer):
+def test_plain_text_prompt_is_not_rendered(load, tiny_tokenizer, caplog):
+    assert not load([{"prompt": QUESTION}]).eval
+    assert not caplog.messages
     data = load([{"prompt": "Once upon a time"}])
+    (warning,) = caplog.messages
+    assert Remark.PLAIN_TEXT.found in warning
+    assert Remark.PLAIN_TEXT.remedy in warning
     assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
     assert data.train[0].content == "Once upon a time"
     assert data.terminators == []

@@ -107,3 +107,13 @@ def test_dataset_columns_apply_to_sample_and_held_out_file(tmp_path):
     assert any("held_out.jsonl" in line for line in lines)
     assert not any("not looked at" in line for line in lines)
     assert '"columns": {"text": "body"}' in lines[-1]
+
+
+def test_end_of_text_inside_a_document_is_reported(run_check):
+    """As in TinyStories' text files, which are one document for pretraining."""
+    texts = [{"text": make_text(random.Random(at), 20)} for at in range(8)]
+    joined = {"text": "<|endoftext|>".join(row["text"] for row in texts[:2])}
+    options = {"max_length": 16, "max_steps": 2, "per_device_train_batch_size": 1}
+    for rows, is_joined in (([*texts, joined], True), (texts, False)):
+        _, output = run_check("pretrain", rows, **options)
+        assert ("1 of 9 documents (11.1%) have the end of a document" in output) == is_joined

@@ -24,6 +24,23 @@ def test_right_answers_that_verifier_cannot_read_are_reported(run_check, num_unr
     assert (f"warning: {found}" in output) == (num_unread == 3)
 
 
+@pytest.mark.parametrize(("solution", "is_read"), [(r"\frac{1}{4}", True), ('["4"]', False)])
+def test_solutions_that_math_verify_cannot_read_are_reported(run_check, solution, is_read):
+    pytest.importorskip("math_verify")
+    rows = [{"question": row["question"], "solution": solution} for row in ROWS]
+    verifier = {"reward_funcs": "[trl.rewards:accuracy_reward]", "bf16": False}
+    problems, _ = run_check("grpo", rows, num_generations=4, **verifier)
+    assert ["accuracy_reward reads no right answer" in problem.found for problem in problems] == [True] * (not is_read)
+
+
 def test_indivisible_groups_are_reported(run_check):
     problems, _ = run_check("grpo", ROWS, num_generations=3, **KEYS)
     assert ["num_generations" in problem.found for problem in problems] == [True]
+
+
+@pytest.mark.parametrize(("tests", "is_valid"), [("assert add(1, 1) == 2", True), ('[{"input": "1"}]', False)])
+def test_tests_that_check_nothing_are_reported(run_check, tests, is_valid):
+    rows = [{**row, "tests": tests} for row in ROWS]
+    verifier = {"reward_funcs": "[recipes_lib.rl.verifiers:python_tests]", "bf16": False}
+    problems, _ = run_check("grpo", rows, num_generations=4, **verifier)
+    assert ["tests have no assertion" in problem.found for problem in problems] == [True] * (not is_valid)

@@ -57,12 +57,13 @@ class Audit:
     warnings: list[str]
 
 
-def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
+def audit_texts(texts: Iterable[str], protected: Index | None = None, end: str | None = None) -> Audit:
     """Check the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them.
 
     Args:
         texts: Texts in an order in which the first are representative; an unreadable document is an empty text.
         protected: Benchmark items that should not occur in the texts.
+        end: Token that ends each document, which should not occur inside of one; ``None`` without it.
     """
     taken = list(_take(texts))
     sample = [text for text in taken if text.strip()]
@@ -75,6 +76,10 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
     warnings += [*_find_repeated(sample), *_find_personal(sample)]
     if garbled := sum(_GARBLED.search(text) is not None for text in sample):
         warnings.append(f"{_share(garbled, sample)} have garbled characters")
+    if joined := sum(end in text.strip().removesuffix(end) for text in sample) if end else 0:
+        warnings.append(
+            f"{_share(joined, sample)} have the end of a document, {end}, inside: write one row for each part"
+        )
     warnings += _find_languages(sample, facts)
     if protected is not None:
         hits = Counter(task for text in sample for task in {task for task, _, _ in protected.find(text)})

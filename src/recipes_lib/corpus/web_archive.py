@@ -33,6 +33,8 @@ _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
 _CODECS: Final = {"br": "brotli", "zstd": "zstd"}
 """Content encoding of HTTP -> pyarrow's name, of those that warcio does not decode, or only with further packages."""
+_ERROR: Final = re.compile(r"\S+ [345]\d\d")
+"""Status line, after ``HTTP/``, of a redirect or error."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
 
 
@@ -184,6 +186,9 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
         sent = (record.http_headers or headers).get_header("Content-Type")
         payload = headers.get_header("WARC-Identified-Payload-Type") or sent or "html"
         if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload.lower()):
+            return
+        # Most crawlers keep redirects and error pages, unlike Common Crawl's.
+        if record.http_headers and _ERROR.match(record.http_headers.statusline):
             return
         content = _read_body(record)
     except Exception as error:  # Any, such as AttributeError for a header without WARC-Target-URI (warcio 1.8).

@@ -21,15 +21,20 @@ _NUMBER: Final = re.compile(
 # decimal comma (`1.000,5`), `10.5.3`, `3:4` or `1e3`; a tuple, fraction or root. ` - ` may be a dash, `* ` a bullet.
 _JOINED: Final = re.compile(
     rf"(?:[\d)}}](?:[-{_MINUS}]| ?(?:[+/×÷]|\*\*?|\\times|\\cdot|\\div) ?)\\?\$?|\d[.,:eE]|[(\[][^()\[\]]*\d, "
-    r"|(?:frac|sqrt)[^a-zA-Z=\s]*|√)$"
+    r"|(?:frac|sqrt)[^a-zA-Z=\s]*|√|(?:±|\\pm|\\mp) ?)$"
 )
 _BOXED: Final = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)")
 # What is before or after a number inside an expression that is the whole answer: also a bracket, interval, matrix or
 # `2x + 1`. An equals sign, `\(`, `\%`, degrees, and units that are words or their powers are no expressions.
-_BEFORE: Final = re.compile(rf"(?:[a-zA-Z]|(?:[-{_MINUS}+/^_<>±√≤≥]|\{{|(?<!\\)[(\[]|\d[,:]|\\\\)\s*)$")
-_AFTER: Final = re.compile(
-    rf"[a-zA-Z]\b|\s*(?:[-{_MINUS}+/_<>±√π≤≥!)\]]|[*×÷:,]?\s?\d|\\(?!text|mathrm|mbox|circ)[a-zA-Z\\])"
+_BEFORE: Final = re.compile(
+    rf"(?:[a-zA-Z]|(?:[-{_MINUS}+/^_<>±√≤≥]|\{{|(?<!\\)[(\[]|\d[,:]|\\\\|\\(?:[lgn]eq?|[lg]t|log_\S+))\s*)$"
 )
+_AFTER: Final = re.compile(rf"[a-zA-Z]\b|\s*(?:[-{_MINUS}+/_<>±√π≤≥!)\]…]|\.\.|[*×÷:,]?\s?\d|\\(?!circ)[a-zA-Z\\])")
+_TEXT: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s*\{([^{}]*)\}")
+_VALUE: Final = re.compile(r"=[^=\d]*\d[^=\s,;]*\s*(?:[,;]|and|or)")
+"""A value of several, as in `x = 2 or x = 3`."""
+_MAX_ANSWER: Final = 40
+"""Characters of the longest answer; a longer text is a solution, in which other numbers precede that of the answer."""
 _POWER: Final = re.compile(r"\s?\^(?!\{?\\circ)")
 
 
@@ -38,18 +43,19 @@ def read_final_number(text: str, *, is_reference: bool = False) -> Decimal | Non
 
     Commas or spaces may separate thousands, also LaTeX's ``1{,}000``; ``.5`` is 0.5, ``-$5`` is -5; the Unicode minus
     sign is accepted. ``None`` if there is no number, or if it is part of an expression, such as ``3/4``, which would
-    make ``1/4`` equal to it. In a box, also several numbers without an equals sign are one.
+    make ``1/4`` equal to it. In a box, several values are one too, as in ``2 or 3``.
 
     Args:
         text: An answer.
-        is_reference: Whether it is the right answer: it is then part of an expression as strictly as in a box, but may
-            follow other numbers.
+        is_reference: Whether it is the right answer: it is then part of an expression as strictly as in a box, but in
+            a text of more than 40 characters may follow other numbers.
 
     Source: ``tests/data/test_final_numbers.py``.
     """
     _, mark, rest = text.rpartition("####")
     boxed = _BOXED.findall(rest)
     text = boxed[-1] if boxed else rest.strip().partition("\n")[0] if mark else rest
+    text = _TEXT.sub(r" \1 ", text)
     found = [number for number in _NUMBER.finditer(text) if number[1]]
     number = found[0 if mark and not boxed else -1] if found else None
     if not number or _JOINED.search(text, 0, number.start()) or _POWER.match(text, number.end()):
@@ -58,6 +64,7 @@ def read_final_number(text: str, *, is_reference: bool = False) -> Decimal | Non
     is_alone = is_reference or boxed or mark
     if is_alone and (_BEFORE.search(text, 0, number.start()) or _AFTER.match(text, number.end())):
         return None
-    if boxed and re.search(r"\d", text[: number.start()].rpartition("=")[2]):
+    before, is_answer = text[: number.start()], boxed or (is_reference and not mark and len(text) <= _MAX_ANSWER)
+    if is_answer and (re.search(r"\d", before.rpartition("=")[2]) or _VALUE.search(before)):
         return None
     return Decimal(re.sub(r"[^\d.-]", "", number[0].replace(_MINUS, "-")))

@@ -25,7 +25,7 @@ from recipes_lib.data.packed.supervision_audit import Finding
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Row
+from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row
 from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
 from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
@@ -119,7 +119,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *
     prepared = prepare_prompts(config, lambda _: tokenizer, local_rank=local_rank)
     manifest, rows = prepared.manifest, open_rows(prepared.path, "rows").with_format(None)
     for finding in manifest["findings"]:
-        logger.warning(finding["found"])
+        logger.warning(Finding(**finding))
     train, eval_ = (
         _StoredPrompts(rows, np.load(prepared.path / f"{split}.npy"), manifest["columns"])
         for split in ("train", "eval")
@@ -223,11 +223,15 @@ def _build(
     for split, positions in (("train", train), ("eval", held_out)):
         np.save(staging / f"{split}.npy", positions)
     chats = {with_tools: row for chunk in reversed(chunks) for with_tools, row in chunk.chats.items()}
+    findings = [Finding("warning", text) for text in broken.list_warnings(name)]
+    if is_text.any() and (config.tokens.chat_template_path or tokenizer.chat_template):
+        found = f"{name}: {is_text.sum():,} of {len(is_text):,} rows {Remark.PLAIN_TEXT.found}"
+        findings.append(Finding("warning", found, Remark.PLAIN_TEXT.remedy))
     return {
         "columns": list(dict.fromkeys(column for chunk in chunks for column in chunk.columns)),
         "terminators": _find_terminators(list(chats.values()), encoder, find_end_tokens(tokenizer)),
         "max_length": int(lengths[np.concatenate([train, held_out])].max()) + response_length,
-        "findings": [dataclasses.asdict(Finding("warning", text)) for text in broken.list_warnings(name)],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "record": {
             "num_prompts": len(train),
             "num_eval_prompts": len(held_out),

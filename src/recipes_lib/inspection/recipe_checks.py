@@ -292,17 +292,18 @@ class PPOInspection(Inspection):
         """Report the prompts whose right answer a verifier cannot read: answers to them have no reward.
 
         Raises:
-            ConfigError: These are all prompts that were read.
+            ConfigError: These are all prompts that were read, or a verifier fails on one of them.
         """
         from recipes_lib.rl.rewards import Rewards
-        from recipes_lib.rl.verifiers import exact_match, final_number
+        from recipes_lib.rl.verifiers import exact_match, final_number, python_tests
 
         assert self._data is not None
         prompts = [self._data.train[number] for number in range(min(len(self._data.train), _MAX_REFERENCES))]
         count = len(prompts)
         for name, function in functions.items():
-            if function not in (exact_match, final_number):  # Others may run programs, or call a server.
-                continue
+            is_of_trl = str(getattr(function, "__module__", "")).startswith("trl.rewards")
+            if function not in (exact_match, final_number, python_tests) and not is_of_trl:
+                continue  # It may call a server.
             one = Rewards({name: function}, None, [1.0])
             num_unread = one.score(prompts, [""] * count, [[]] * count, [True] * count).total.count(None)
             found = f"{name} reads no right answer in {num_unread:,} of the first {count:,} prompts"

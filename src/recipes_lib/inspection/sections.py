@@ -196,7 +196,8 @@ class Inspection(ABC):
     def check_corpus(self, report: Report) -> None:
         """Report duplicates, personal data, languages and boilerplate in a sample, in recipes that support cleaning."""
         if self.corpus_kind is not None:
-            report_corpus(self.config, self.corpus_kind, report)
+            end = self.tokenizer.eos_token if self.tokenizer is not None and self.corpus_kind == "text" else None
+            report_corpus(self.config, self.corpus_kind, report, end)
 
     def read_ends(self) -> tuple[int | None, Sequence[int]]:
         """Return the length of the longest row in tokens, and the ids of tokens that end answers.
@@ -419,13 +420,14 @@ _SOURCE_KEYS: Final = ("config", "revision", "split", "columns")
 """Keys of a mixture's entry that ``recipes clean`` has for its sources too."""
 
 
-def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
+def report_corpus(config: RecipeConfig, kind: str, report: Report, end: str | None = None) -> None:
     """Report what cleaning would find in each source of a run; unreadable sources are skipped.
 
     Args:
         config: Configuration of the run.
         kind: Kind of the sources for ``recipes clean``, ``text`` or ``chat``.
         report: Receives the lines.
+        end: Token that training adds to each document; ``None`` for chats.
     """
     if importlib.util.find_spec("datatrove") is None:
         report("not looked at: pip install 'recipes-lib[corpus]'")
@@ -444,7 +446,7 @@ def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
             # A stream is read only to the end of the sample.
             source = load_source(entry["name"], **keys, **options, streaming=config.data.dataset_streaming)
             declared = entry.get("format") or config.data.dataset_format
-            audit = audit_texts(_iterate_texts(interleave_rows(source), source.name, declared), protected)
+            audit = audit_texts(_iterate_texts(interleave_rows(source), source.name, declared), protected, end)
         except UserError:
             continue  # The section `data` has reported the problem.
         for fact in audit.facts:

@@ -75,8 +75,9 @@ def python_tests(
         with suppress(SyntaxError):  # No program passes such tests.
             if not any(map(_checks, ast.parse(code).body)):
                 raise TypeError(f"tests have no assertion or call that is executed: {code:.80}")
-        program = f"{read_program(_read_text(completion))}\n{code}"
-        return float(run_program(program, seconds=SECONDS_TO_RUN).outcome == "passed")
+        if not (program := read_program(_read_text(completion))).strip():
+            return 0.0
+        return float(run_program(f"{program}\n{code}", seconds=SECONDS_TO_RUN).outcome == "passed")
 
     with ThreadPoolExecutor(count_cores()) as pool:
         return list(pool.map(score, zip(completions, tests, strict=True)))

@@ -136,3 +136,19 @@ def test_beginning_of_generation_prompt_at_the_end_of_every_chat_is_no_target() 
     tokenizer = build_byte_level(template, extra=("<|im_start|>", "<|im_end|>"))
     (encoded,) = RowEncoder(tokenizer).encode([chat(user("hi"), answer("yes"), user("more"), answer("no"))])
     assert spans(tokenizer, encoded) == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_opening_that_follows_the_answer_of_a_tool_is_in_the_prompt_once() -> None:
+    # As in the templates for tools of DeepSeek R1, which open every answer before it, whatever the flag.
+    template = "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
+    template += "{% elif m.role == 'tool' %}<|tool|>{{ m.content }}{% if loop.last %}<|end|>{% endif %}"
+    template += (
+        "{% else %}{% if loop.previtem.role == 'tool' %}<|end|>{% endif %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = build_byte_level(template)
+    encoder, messages = RowEncoder(tokenizer), [user("hi"), {"role": "tool", "content": "21"}, answer("yes")]
+    (encoded,) = encoder.encode([chat(*messages)])
+    assert spans(tokenizer, encoded) == ["yes</s>"]
+    assert (
+        encoder.encode_prompt(chat(*messages[:2])).tolist() == encoded.input_ids[: encoded.loss_mask.argmax()].tolist()
+    )

@@ -412,6 +412,17 @@ def test_implicit_chat_prompt_agrees_with_trl() -> None:
     assert row.rejected == theirs["rejected"]
 
 
+def test_prompt_repeated_by_both_answers_is_error() -> None:
+    """An answer can begin with a short prompt, such as a greeting; one of the two can quote a long one."""
+    raw = {"prompt": "What is 2 plus 2?", "chosen": "What is 2 plus 2? Four.", "rejected": "What is 2 plus 2? Five."}
+    with pytest.raises(DataError, match="`chosen` and `rejected` repeat the prompt"):
+        convert(raw)
+    row = convert({"chosen": raw["chosen"], "rejected": raw["rejected"]})
+    assert (row.prompt, row.completion, row.rejected) == (raw["prompt"], " Four.", " Five.")
+    for pair in ({**raw, "rejected": "Five."}, {"prompt": "Hi", "chosen": "Hi!", "rejected": "Hi there"}):
+        assert convert(pair).completion == pair["chosen"]
+
+
 WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
 
 

@@ -123,6 +123,12 @@ def test_value_that_is_not_json_is_located(value: object) -> None:
 ANSWER = {"role": "assistant", "content": "4"}
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_that_is_not_a_string_is_error(key: str) -> None:
+    with pytest.raises(RowError, match=rf"turns\[0\]\.{key} is a list, not a string"):
+        clean_messages([{**ANSWER, key: ["Count."]}], "turns")
+
+
 @pytest.mark.parametrize(
     ("marks", "is_trained"),
     [

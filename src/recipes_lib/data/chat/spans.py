@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
-from recipes_lib.data.sources.messages import CALLS_AS_TEXT
+from recipes_lib.data.chat.templates import NOBODY, ChatTemplate, Rendered, Span, TemplateError
+from recipes_lib.data.sources.messages import CALLS_AS_TEXT, REASONING_KEYS
 from recipes_lib.data.sources.rows import Message, Remark, Row
 from recipes_lib.errors import DataError, Problem
 
@@ -327,11 +327,15 @@ class SpanFinder:
         prompt = replace(row, messages=_list_messages(row)[: row.num_prompt_messages])
         try:
             rendered = self._render(prompt, add_generation_prompt=True)
-            header = "" if self._template.has_generation_prompt else self._header(row, len(_list_messages(prompt)))
+            text = rendered.text
+            if not self._template.has_generation_prompt:
+                before, header = self._open_answer(row, len(_list_messages(prompt)))
+                # After the answer of a tool, DeepSeek R1's template has written it, whatever the flag.
+                text += header if (before + header).split() != text.split() else ""
         except TemplateError as error:
             raise _refusal(row, error) from error
         self._written.refuse_unwritten(prompt, rendered)
-        return rendered.text + header
+        return text
 
     def _render(self, row: Row, add_generation_prompt: bool = False) -> Rendered:
         return self._template.render(
@@ -492,17 +496,21 @@ class SpanFinder:
         """Return the text that a server renders before the answer to the first ``num_messages`` messages."""
         if self._template.has_generation_prompt and (header := self._generation_prompt(row, num_messages)) is not None:
             return header
-        # No generation prompt, or an unknown one: take the text before the content of a probe answer.
+        # No generation prompt, or an unknown one.
+        return self._open_answer(row, num_messages)[1]
+
+    def _open_answer(self, row: Row, num_messages: int) -> tuple[str, str]:
+        """Return the text before a probe answer to the first ``num_messages`` messages, and that before its content."""
         parts = any(isinstance(message.get("content"), list) for message in _list_messages(row))
         answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
         probe = replace(row, messages=[*_list_messages(row)[:num_messages], answer])
         rendered = self._render(probe)
         turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)
         header, written, _ = rendered.text[turn.start : turn.end].partition(PLACEHOLDER) if turn else ("", "", "")
-        if not written:
+        if turn is None or not written:
             found = "the chat template writes no generation prompt, and no answer where one was expected"
             raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
-        return header if header.strip() else ""
+        return rendered.text[: turn.start], header if header.strip() else ""
 
     def _generation_prompt(self, row: Row, num_messages: int) -> str | None:
         """Return the generation prompt after the first ``num_messages`` messages.

@@ -19,6 +19,7 @@ from jinja2 import Environment, Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from recipes_lib.data.sources.messages import REASONING_KEYS
 from recipes_lib.data.sources.rows import Message
 
 TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
@@ -26,9 +27,6 @@ TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
 
 NOBODY: Final = -1
 """Message index of text outside of messages: preambles, tool schemas, text after the loop."""
-
-REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may have its reasoning, in order of precedence."""
 
 _TRACE: Final = "recipes_lib_trace"
 

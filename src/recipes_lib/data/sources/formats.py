@@ -399,6 +399,8 @@ def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dic
         _refuse_unread_chat(raw, chosen)
         prompt = _find_prompt(chosen, rejected)
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+    elif len(str(prompt).split()) > 3 and chosen.startswith(str(prompt)) and rejected.startswith(str(prompt)):
+        raise RowError("`chosen` and `rejected` repeat the prompt", "hide it: `dataset_columns: {prompt: null}`")
     return {
         "prompt": check_text(prompt, "`prompt`"),
         "completion": check_answer(chosen, "`chosen`"),
@@ -475,8 +477,7 @@ def _read_text(raw: Raw) -> dict[str, Any]:
         raise RowError(found, remedy)
     text = check_text(_take(raw, "text"), "`text`")
     if not text or text.isspace():
-        # In some corpora, such as wikitext, a third of the rows are blank lines.
-        raise RowError("`text` is empty", _REMOVING)
+        raise RowError("`text` is empty", _REMOVING)  # In wikitext, a third of the rows are blank lines.
     return {"text": text}
 
 

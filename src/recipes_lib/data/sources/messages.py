@@ -71,6 +71,9 @@ TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?|(complex_)?cot|chain_of_thought", re.I)
 """Columns that may have the reasoning of the answer beside them."""
 
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may have its reasoning, in order of precedence."""
+
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
 _NO_TOKEN_IDS: Final = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
@@ -408,7 +411,7 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             raise RowError(f"{place}.tool_calls is {describe(written)}, not a list", "write a list of tool calls")
         message["tool_calls"] = [_clean_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(written)]
     for key, value in message.items():
-        if isinstance(value, str):
+        if isinstance(value, str) or key in REASONING_KEYS:  # Many templates omit it otherwise.
             check_text(value, f"{place}.{key}")
         else:
             check_json(value, f"{place}.{key}", allow_nan=True)

@@ -144,7 +144,7 @@ class Remark(Enum):
     LOST_VARIABLES = "give `chat_template_kwargs` that the chat template does not read", _OTHER_TEMPLATE
     NO_TOOLS = "call tools without tool schemas", "name their column: `dataset_columns: {tools: metadata.tools}`"
     PLAIN_TEXT = (
-        "have strings as prompt and answer, to which the model's chat template is not applied",
+        "have a string as prompt, to which the model's chat template is not applied",
         "if they are chats, write `dataset_columns: {question: prompt}`, for SFT with `answer: completion` beside it",
     )
     TAGGED_REASONING = (
