@@ -319,7 +319,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,
             provenance=dict(config.provenance),
-            config_fingerprint=fingerprint_config(config, launch.data_size),
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=hardware,
@@ -393,14 +392,6 @@ def release_output_dirs() -> None:
     """Unlock the output directories of this process, which are locked until it ends otherwise."""
     while _CLAIMS:
         _CLAIMS.pop().close()
-
-
-def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
-    """Return a hash of the keys that affect the result, 16 hex digits; of batch keys, only the global size counts."""
-    flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
-    flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
-    relevant = {name: value for name, value in flat.items() if _affects_result(name)}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _affects_result(key: str) -> bool:

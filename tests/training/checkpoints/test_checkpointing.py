@@ -302,7 +302,7 @@ def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, 
 
 
 def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):
-    record = {"config_fingerprint": "abc", "versions": {"torch": "2"}}
+    record = {"versions": {"torch": "2"}}
     run = {"stage": "sft", "config": {"seed": 1}}
     (tmp_path / "run.json").write_text(json.dumps({**record, **run, "status": "running"}))
     train(tiny_model_dir, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=3)

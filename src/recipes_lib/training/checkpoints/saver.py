@@ -494,7 +494,7 @@ class CheckpointSaver:
             "data_size": self._data_size or self._args.world_size,
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
-            **{key: record.get(key) for key in ("config_fingerprint", "versions")},
+            "versions": record.get("versions"),
             # Lets a run resume if its run.json is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }
