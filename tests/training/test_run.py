@@ -414,7 +414,7 @@ def test_moved_output_dir_resumes(tmp_path):
 
 def test_output_dir_that_cannot_be_created_or_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot create output_dir"):
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
         start_run(make_config(tmp_path / "file" / "run"), ONE)
     (tmp_path / "_lock").mkdir()  # File modes do not restrict root.
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):

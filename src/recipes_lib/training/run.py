@@ -37,7 +37,16 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import LOCK_FILE, find_record, is_inside, read_lines, replace_record, try_lock, verify_fields
+from recipes_lib.files import (
+    LOCK_FILE,
+    explain_write_errors,
+    find_record,
+    is_inside,
+    read_lines,
+    replace_record,
+    try_lock,
+    verify_fields,
+)
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
@@ -279,7 +288,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     # They would interrupt the progress line.
     hide_progress_bars()
     # Absolute, because a reward function or callback may change the working directory.
-    output_dir = _open(Path(config.training["output_dir"]).absolute(), launch)
+    output_dir = Path(config.training["output_dir"]).absolute()
+    _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
     resume_from = find_last_complete(output_dir)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
@@ -331,18 +341,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     return run
 
 
-def _open(output_dir: Path, launch: Launch) -> Path:
-    """Return the output directory after the main process has created, locked and cleaned it."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}")) from error
-    if launch.is_main:
-        _claim(output_dir)
-        clear_leftovers(output_dir)
-    return output_dir
-
-
 def _has_model(
     output_dir: Path, record: Mapping[str, Any], resume_from: Path | None, say: Callable[[str], None]
 ) -> bool:
@@ -363,29 +361,31 @@ def _has_model(
     return False
 
 
-def _claim(output_dir: Path) -> None:
-    """Lock the directory until this process ends; without effect on file systems without locks.
+def _open(output_dir: Path, launch: Launch) -> None:
+    """Create the output directory; the main process locks it until it ends, and cleans it.
+
+    The lock is without effect on file systems without locks.
 
     Raises:
         ConfigError: The directory cannot be written, or another process has the lock.
     """
-    # NFS grants exclusive locks on writable files only. Mode "a" leaves the file of a finished run unchanged.
-    try:
+    with explain_write_errors(output_dir, "choose another output_dir"):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if not launch.is_main:
+            return
+        # NFS grants exclusive locks on writable files only. Mode "a" leaves the file of a finished run unchanged.
         file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
-    except OSError as error:
-        found = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(str(output_dir), found, "choose another output_dir")) from error
     # A lock of this process only: forked data loader workers, which may outlive it, do not inherit it.
     is_ours = try_lock(file, of_process=True)
-    if is_ours is None:
-        return
-    if not is_ours:
+    if is_ours is False:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy))
-    with suppress(OSError, AttributeError):  # A full disk fails a later write; macOS has no ``posix_fallocate``.
-        if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
-            os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
-    _CLAIMS.append(file)
+    if is_ours:
+        with suppress(OSError, AttributeError):  # A full disk fails a later write; macOS has no ``posix_fallocate``.
+            if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
+                os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        _CLAIMS.append(file)
+    clear_leftovers(output_dir)
 
 
 def release_output_dirs() -> None:
