@@ -101,7 +101,11 @@ class MetricsCallback(TrainerCallback):
             self.meter.stop()
             self.counter.synchronise(self.group)
             stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds, "joules": self.meter.joules}
+            stored[STATE_KEY] = {
+                **self.counter.totals._asdict(),
+                "seconds": self.meter.seconds,
+                "joules": self.meter.joules,
+            }
 
     # For the ``epoch`` strategies of logging, evaluation and saving.
     on_epoch_end = on_step_end
