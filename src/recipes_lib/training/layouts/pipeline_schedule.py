@@ -365,13 +365,13 @@ class PipelineTrainer(PretrainTrainer):
         inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Return the loss of a batch in evaluation, the same on every stage."""
         del inputs["num_tokens"]
         outputs = model(**inputs, loss_head=True)
         num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
-        loss = outputs.nll_sum * (self._mesh.replicas.size() / num_targets)
-        return (loss, outputs) if return_outputs else loss
+        loss: torch.Tensor = outputs.nll_sum * (self._mesh.replicas.size() / num_targets)
+        return loss
 
     def _run_step(self) -> Sequence[torch.Tensor]:
         """Compute the gradients of a step; return the loss share of each micro-batch."""

@@ -15,7 +15,7 @@ from recipes_lib.losses.preference import compute_bradley_terry
 from recipes_lib.models.inference import find_device
 from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import Batch, PairScores, count_pairs, read_inputs
-from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
+from recipes_lib.training.trainers.recipe_trainer import BatchLoss, RecipeTrainer
 
 
 class PairTrainer(RecipeTrainer):
@@ -47,22 +47,12 @@ class PairTrainer(RecipeTrainer):
         """Return the batch without pairs that count, for the collectives of other ranks only."""
         return {**batch, "num_counted_pairs": 0, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Return this process's share of the step's mean loss per pair."""
-        scores = self.score_pairs(model, inputs)
-        counted = count_pairs(inputs)
-        loss_sum, num_tokens = scores.losses[:counted].sum(), inputs["num_tokens"]
-        loss = self.compute_share(loss_sum, counted, num_items_in_batch, scores.aux_loss, num_tokens)
+    def score_batch(self, model: nn.Module, inputs: dict[str, Any]) -> BatchLoss:
+        """Return the loss of the pairs that count."""
+        scores, counted = self.score_pairs(model, inputs), count_pairs(inputs)
         self.figures.add(scores.sums(counted), counted)
-        if counted:
-            self.observer.counter.add(num_tokens, scores.num_targets, scores.num_correct)
-        return (loss, scores) if return_outputs else loss
+        num_targets, num_correct = (scores.num_targets, scores.num_correct) if counted else (0, 0)
+        return BatchLoss(scores.losses[:counted].sum(), counted, num_targets, num_correct, scores.aux_loss)
 
     def build_stand_ins(self) -> dict[str, Any]:
         """Return those of ``RecipeTrainer``, and empty metrics of pairs."""
