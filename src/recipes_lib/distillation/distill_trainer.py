@@ -30,7 +30,6 @@ from recipes_lib.models.heads.loss_head import score_beside_record, score_beside
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.checkpoints.saver import Staged
 from recipes_lib.training.layouts.fsdp import gathered, prepare_frozen
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss
@@ -83,9 +82,6 @@ class DistillationTrainer(SFTTrainer):
             beta=distillation.distillation_beta,
             temperature=distillation.distillation_temperature,
         )
-        # Means over targets of texts, over targets of answers, and over answers: their sums have different divisors.
-        self.figures, self.token_figures, self.answer_figures = TermMetrics(), TermMetrics(), TermMetrics()
-        self.add_figures(self.figures, self.token_figures, self.answer_figures)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         # Stored log-probabilities are float16 (``RecordFormat``).
@@ -149,15 +145,14 @@ class DistillationTrainer(SFTTrainer):
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
                 kind = "labels" if answered is None else "its answers"
                 self.observer.progress.say(verify_first_sums(sums, dtype, kind, is_own_teacher=self._is_own_teacher))
-        if answered is None:
-            self.figures.add(_name_figures("distillation", sums, parts), sums.num_targets)
-        else:
-            self.token_figures.add(_name_figures("on_policy", sums, parts), sums.num_targets)
+        if answered is not None:
             num_answers, num_finished = answered
             lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
-            self.answer_figures.add(lengths, num_answers)
+            self.figures.add(lengths, num_answers)
+        # Under other names, because the means of texts and of answers have different divisors.
+        figures = _name_figures("distillation" if answered is None else "on_policy", sums, parts)
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
-        return BatchLoss(loss_sum, sums.num_targets, sums.num_targets, sums.num_correct, output.aux_loss)
+        return BatchLoss(loss_sum, sums.num_targets, sums.num_targets, sums.num_correct, output.aux_loss, figures)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with the layer projections attached to the student."""
@@ -190,8 +185,7 @@ class DistillationTrainer(SFTTrainer):
 
     def build_stand_ins(self) -> dict[str, Any]:
         """As ``RecipeTrainer``; an uncounted pass is not the first step, and does not sample answers."""
-        figures = {name: TermMetrics() for name in ("figures", "token_figures", "answer_figures")}
-        return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
+        return super().build_stand_ins() | {"_is_first_step": False, "answers": None}
 
 
 def prepare_teacher(

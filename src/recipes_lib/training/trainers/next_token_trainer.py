@@ -24,7 +24,7 @@ from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
+from recipes_lib.training.monitoring.callbacks import WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss, RecipeTrainer
 
@@ -97,10 +97,8 @@ class SFTTrainer(NextTokenTrainer):
         """
         super().__init__(**kwargs)
         self.base = base
-        self.base_figures = TermMetrics()
         if base is not None:
             base.prepare(self.accelerator)
-            self.add_figures(self.base_figures)
 
     def list_frozen(self) -> list[Any]:
         """Return the initial model of ``kl_to_base``, unless it is the trained one without its adapter."""
@@ -113,12 +111,9 @@ class SFTTrainer(NextTokenTrainer):
         labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS, None)
         outputs = self.base.score(model, inputs, labels, positions)
         sums: DistillationSums = outputs.result
-        self.base_figures.add({KL_TO_BASE: sums.divergence_sum}, sums.num_targets)
-        return BatchLoss(self.base.weigh(sums), sums.num_targets, sums.num_targets, sums.num_correct, outputs.aux_loss)
-
-    def build_stand_ins(self) -> dict[str, Any]:
-        """Return those of ``RecipeTrainer``, and an empty metric of the divergence."""
-        return super().build_stand_ins() | {"base_figures": TermMetrics()}
+        loss_sum, figures = self.base.weigh(sums), {KL_TO_BASE: sums.divergence_sum}
+        num_targets = sums.num_targets
+        return BatchLoss(loss_sum, num_targets, num_targets, sums.num_correct, outputs.aux_loss, figures)
 
 
 class SaveBeforeDecay(TrainerCallback):

@@ -59,14 +59,12 @@ class PairScores:
     num_correct: Tensor | int = 0
     aux_loss: Tensor | None = None
 
-    def sums(self, num_pairs: int | None = None) -> dict[str, Tensor]:
-        """Return the sum of the loss and of every metric over all pairs, or over the first ``num_pairs``; scalars.
+    def sums(self) -> dict[str, Tensor]:
+        """Return the sum of the loss and of every metric over all pairs; scalars.
 
         For means over several batches, add the sums, then divide by the number of pairs.
         """
-        return {
-            name: values[:num_pairs].detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()
-        }
+        return {name: values.detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()}
 
 
 def count_pairs(batch: Batch) -> int:

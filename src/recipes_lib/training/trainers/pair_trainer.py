@@ -13,27 +13,16 @@ from trl import RewardConfig
 from recipes_lib.config.schema import PreferenceConfig
 from recipes_lib.losses.preference import compute_bradley_terry
 from recipes_lib.models.inference import find_device
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import Batch, PairScores, count_pairs, read_inputs
 from recipes_lib.training.trainers.recipe_trainer import BatchLoss, RecipeTrainer
 
 
 class PairTrainer(RecipeTrainer):
-    """``RecipeTrainer`` whose objective is a mean over pairs.
+    """``RecipeTrainer`` whose objective is a mean over pairs; its ``data_collator`` is from ``build_pair_collator``.
 
     The loss of a step, including the last of an epoch, does not depend on micro-batch size and number of ranks
     (``tests/distributed/test_pairs.py``).
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Initialise the trainer.
-
-        Args:
-            **kwargs: As ``RecipeTrainer``; ``data_collator`` is that of ``build_pair_collator``.
-        """
-        super().__init__(**kwargs)
-        self.figures = TermMetrics()
-        self.add_figures(self.figures)
 
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
@@ -50,13 +39,10 @@ class PairTrainer(RecipeTrainer):
     def score_batch(self, model: nn.Module, inputs: dict[str, Any]) -> BatchLoss:
         """Return the loss of the pairs that count."""
         scores, counted = self.score_pairs(model, inputs), count_pairs(inputs)
-        self.figures.add(scores.sums(counted), counted)
         num_targets, num_correct = (scores.num_targets, scores.num_correct) if counted else (0, 0)
-        return BatchLoss(scores.losses[:counted].sum(), counted, num_targets, num_correct, scores.aux_loss)
-
-    def build_stand_ins(self) -> dict[str, Any]:
-        """Return those of ``RecipeTrainer``, and empty metrics of pairs."""
-        return super().build_stand_ins() | {"figures": TermMetrics()}
+        figures = {name: values[:counted].detach().sum() for name, values in scores.figures.items()}
+        loss_sum = scores.losses[:counted].sum()
+        return BatchLoss(loss_sum, counted, num_targets, num_correct, scores.aux_loss, figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

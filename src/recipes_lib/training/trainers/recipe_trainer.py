@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -42,6 +42,7 @@ from recipes_lib.training.layouts.launch_environment import Launch, verify_engin
 from recipes_lib.training.monitoring.callbacks import (
     EVALUATION_KEY,
     Observer,
+    TermMetrics,
     name_metric,
     tolerate_tracker_failures,
 )
@@ -67,6 +68,7 @@ class BatchLoss(NamedTuple):
         num_targets: Predicted tokens, ``int64``.
         num_correct: Predicted tokens that are the model's argmax, ``int64``.
         aux_loss: Load-balancing loss, before ``router_aux_loss_coef``; ``None`` in a dense model.
+        figures: Further sums over the terms, whose means are logged.
     """
 
     loss_sum: torch.Tensor
@@ -74,6 +76,7 @@ class BatchLoss(NamedTuple):
     num_targets: torch.Tensor | int
     num_correct: torch.Tensor | int
     aux_loss: torch.Tensor | None
+    figures: Mapping[str, torch.Tensor] | None = None
 
 
 class RecipeTrainer(CheckpointingTrainer):
@@ -137,7 +140,8 @@ class RecipeTrainer(CheckpointingTrainer):
         set_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         tolerate_tracker_failures(self.callback_handler, args, say)
-        self.add_figures(*observer.callbacks)
+        self.figures = TermMetrics()
+        self.add_figures(self.figures, *observer.callbacks)
         self._last_step = LastStep(self)
         if self.adapter.use_peft:
             self.add_callback(AdapterChecks(self.adapter, say=say))
@@ -289,6 +293,8 @@ class RecipeTrainer(CheckpointingTrainer):
         num_tokens = batch.pop("num_tokens")
         scored = self.score_batch(model, batch)
         self.observer.counter.add(num_tokens, scored.num_targets, scored.num_correct)
+        if scored.figures:
+            self.figures.add(scored.figures, scored.num_terms)
         # DDP and FSDP average gradients over ranks, while the divisors below are sums over ranks.
         num_processes = self.accelerator.num_processes
         # Both are tensors on the device while training: the division does not synchronise.
@@ -342,7 +348,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def build_stand_ins(self) -> dict[str, Any]:
         """Return temporary values of the attributes that accumulate over steps, for an uncounted pass."""
-        return {"observer": replace(self.observer, counter=StepCounter())}
+        return {"observer": replace(self.observer, counter=StepCounter()), "figures": TermMetrics()}
 
     def verify_first_loss(self, loss: float) -> None:
         """Compare the loss of the first step, before any update, with its expected value; nothing by default."""
