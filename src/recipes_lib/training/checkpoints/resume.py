@@ -112,7 +112,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     if key and accumulation != accumulated:
         found = f"{key} counts whole micro-batches, {accumulated} per step at the checkpoint and {accumulation} now"
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
-        raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
+        raise ConfigError(Problem(config.locate(key), found, remedy))
     changed = [f"{key} is {value}" for key, value in planned.items() if config.read(key) != value]
     if not changed:
         return config, None
@@ -207,7 +207,7 @@ def _share_evenly(config: RecipeConfig, launch: Launch, taken: Mapping[str, int]
     common = math.gcd(rows, *answers)
     if not common % (per_device * launch.data_size):
         return {key: number // (per_device * launch.data_size) for key, number in taken.items()}
-    where = config.provenance.get("per_device_train_batch_size", "per_device_train_batch_size")
+    where = config.locate("per_device_train_batch_size")
     sampled = f" and samples {answers[0]} answers at a time" if answers else ""
     found = (
         f"a step of this run takes {rows} rows{sampled}, which {launch.data_size} processes with {per_device} rows "

@@ -78,9 +78,8 @@ class Blocked:
             return Problem(file, f"{subject}: {self.why}", self.remedy)
         key = next((key for key in self.keys if keys.get(key)), self.keys[0])
         subject = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
-        where = config.provenance.get(key, "default")
         found = f"{subject} and a launch with {self.launch}: {self.why}"
-        return Problem(key if where == "default" else where, found, self.remedy)
+        return Problem(config.locate(key), found, self.remedy)
 
 
 BITSANDBYTES: Final = (

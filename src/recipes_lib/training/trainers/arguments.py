@@ -211,7 +211,7 @@ def build_training_arguments(
 def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) -> TrainingArguments:
     backend = arguments.get("ddp_backend")
     if backend and not torch.distributed.is_backend_available(backend):
-        where, found = config.provenance.get("ddp_backend", "ddp_backend"), f"this torch has no backend {backend!r}"
+        where, found = config.locate("ddp_backend"), f"this torch has no backend {backend!r}"
         raise ConfigError(Problem(where, found, "delete the line: the default is nccl on GPUs and gloo on CPUs"))
     if launch.world_size == 1:
         # accelerate 1.15 would look for a process group.
@@ -225,7 +225,7 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
     except ValueError as error:
         # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
         key = next((name for name in config.training if name in str(error)), "training arguments")
-        raise ConfigError(Problem(config.provenance.get(key, key), str(error), "change the key")) from error
+        raise ConfigError(Problem(config.locate(key), str(error), "change the key")) from error
     except NotImplementedError as error:
         # accelerate refuses several RTX 40 GPUs with a driver before 550, also for one process.
         raise ConfigError(Problem("launch", str(error), "update the driver, or start by `recipes launch`")) from error
