@@ -53,6 +53,7 @@ from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection, has_other_machines
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
+    BATCH_KEYS,
     clear_leftovers,
     find_last_complete,
     find_wrong_size,
@@ -61,7 +62,6 @@ from recipes_lib.training.checkpoints.manifest import (
     supersede,
 )
 from recipes_lib.training.checkpoints.resume import (
-    BATCH_KEYS,
     EXTENDABLE,
     agree_on_checkpoint,
     count_rows_per_step,

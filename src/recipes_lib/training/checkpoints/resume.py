@@ -18,6 +18,8 @@ from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.schedule import PretrainingPlan, agree_until, count_run_tokens, plan_pretraining
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import (
+    BATCH_KEYS,
+    GENERATION_KEY,
     Record,
     find_damage,
     find_unreadable,
@@ -27,12 +29,6 @@ from recipes_lib.training.checkpoints.manifest import (
 )
 from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
-
-BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Keys whose product with the world size is the global batch size; only the product affects the result."""
-
-GENERATION_KEY: Final = "steps_per_generation"
-"""Key for the micro-batches whose answers are sampled together, if they differ from those of an optimizer step."""
 
 
 def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
