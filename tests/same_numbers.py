@@ -26,16 +26,7 @@ from tests.faults import recipe_runs
 NUM_STEPS = 6
 MEASURED = ("seconds", "per_second", "per_s", "memory", "mfu", "time", "_ms")
 """Parts of the names of metrics that depend on the clock or the machine."""
-_GROUPS: Mapping[str, Any] = {
-    "num_generations": 2,
-    "response_length": 8,
-    "per_device_train_batch_size": 4,
-    "test_split_size": 6,
-    "num_sample_prompts": 2,
-}
 MORE: Mapping[str, Mapping[str, Any]] = {
-    "grpo": _GROUPS | {"dataset_name": "prompts.jsonl"},
-    "rloo": _GROUPS | {"dataset_name": "prompts.jsonl"},
     "distill": {"dataset_name": "chats.jsonl", "teacher_model_name_or_path": "teacher", "feature_weight": 0.5},
 }
 """Keys of the recipes that ``tests/faults`` does not run."""

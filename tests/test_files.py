@@ -23,6 +23,7 @@ from recipes_lib.files import (
     hash_file,
     is_inside,
     is_locked,
+    link_or_copy,
     parse_number,
     read_lines,
     read_record,
@@ -194,6 +195,20 @@ def test_hash_file_accepts_path_and_open_file(tmp_path) -> None:
 def test_is_inside_rejects_paths_outside_folder(name, inside) -> None:
     assert is_inside(name) is inside
     assert not is_inside(7)
+
+
+def test_link_or_copy_falls_back_to_copy(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("x")
+    link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").samefile(tmp_path / "b")
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    link_or_copy(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").read_text() == "x"
+    assert not (tmp_path / "a").samefile(tmp_path / "c")
 
 
 def test_atomic_file_replaces_after_successful_block_only(tmp_path):

@@ -277,6 +277,18 @@ def replace_record(path: Path, record: Any) -> None:
     replace_text(path, json.dumps(record, indent=1, default=str))
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-link a file, or copy it where the file system does not support links.
+
+    Raises:
+        OSError: ``source`` is missing, or ``target`` cannot be written.
+    """
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def inherit_read_permission(file: Path) -> None:
     """Give a file the group and world read permission of its folder: safetensors 0.8 creates files with mode 600."""
     # From the folder, which was created under the umask: reading the umask means setting it, for all threads.

@@ -37,6 +37,18 @@ def test_unset_key_has_upstream_value(tmp_path: Path, recipe: str, theirs: type)
     assert load_config(recipe, [*flags, "--learning_rate=3e-4"]).read("learning_rate") == 3e-4
 
 
+def test_errors_locate_a_key_where_the_user_set_it(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\n")
+    config = load_config("sft", ["--config", str(file), "--seed=7"])
+    assert config.locate("dataset_name") == f"{file}:2"
+    assert config.locate("seed") == "--seed"
+    assert config.provenance["packing"] == "default"
+    assert config.locate("packing") == "packing"
+    derived = dataclasses.replace(config, provenance={"seed": "derived: of another key"})
+    assert derived.locate("seed") == "seed"
+
+
 def test_read_training_defaults_match_upstream() -> None:
     sources = [path.read_text() for path in Path(schema.__file__).parents[1].rglob("*.py")]
     read = {key for source in sources for key in re.findall(r'read_training\(\w+, "(\w+)"\)', source)}

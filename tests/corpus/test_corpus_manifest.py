@@ -1,7 +1,5 @@
-"""Folders, links and counts of a corpus; mixture weights against closed forms and UniMax's algorithm."""
+"""Folders and counts of a corpus; mixture weights against closed forms and UniMax's algorithm."""
 
-import errno
-import os
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +10,6 @@ from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.corpus_manifest import (
     Finish,
     compute_mixture,
-    link_or_copy,
     name_folders,
     remove_old_work,
     sum_counts,
@@ -34,20 +31,6 @@ def test_folder_names_are_unique_and_never_split_names(tmp_path, labels):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train-00000-of-00001.jsonl").write_text('{"text": "x"}\n')
     assert len(load_files(tmp_path, "corpus", "train").files) == len(names)
-
-
-def test_link_or_copy_falls_back_to_copy(tmp_path, monkeypatch):
-    (tmp_path / "a").write_text("x")
-    link_or_copy(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "a").samefile(tmp_path / "b")
-
-    def refuse(*_):
-        raise OSError(errno.EPERM, "no links")
-
-    monkeypatch.setattr(os, "link", refuse)
-    link_or_copy(tmp_path / "a", tmp_path / "c")
-    assert (tmp_path / "c").read_text() == "x"
-    assert not (tmp_path / "a").samefile(tmp_path / "c")
 
 
 def test_sum_counts_keeps_uncounted_tokens_none():

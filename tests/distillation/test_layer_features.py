@@ -47,8 +47,9 @@ def compute(tiny_model_dir: Path, student_dir: Path, tmp_path: Path) -> Any:
             trainer.compute_loss(trainer.model, dict(batch)).backward()
             gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
         loss = trainer.compute_loss(trainer.model, dict(batch)).item()
-        sums, num_targets = trainer.figures._sums, int(trainer.figures._num_terms)
-        parts = {name.removeprefix("distillation/"): float(value) / num_targets for name, value in sums.items()}
+        logs: dict[str, float] = {"loss": loss}
+        trainer.figures.on_log(trainer.args, trainer.state, trainer.control, logs)
+        parts = {name.removeprefix("distillation/"): value for name, value in logs.items() if name != "loss"}
         return loss, parts, gradients
 
     return run

@@ -24,6 +24,7 @@ from recipes_lib.training.checkpoints.manifest import find_last_complete
 from recipes_lib.training.checkpoints.resume import agree_on_checkpoint
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task
 from recipes_lib.training.checkpoints.sharded import (
+    Trained,
     copy_model_shards,
     copy_optimizer_shards,
     read_trained_state,
@@ -107,10 +108,10 @@ def wait_for(event: threading.Event) -> None:
 def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, saver: CheckpointSaver) -> list[Task]:
     """Copy the shards of model and optimizer, and return the tasks that write them."""
     saver.decide_to_copy((read_trained_state(model), dict(optimizer.state)), is_shared=True)
-    parameters = dict(model.named_parameters())
+    trained = Trained(dict(model.named_parameters()), optimizer)
     return [
         copy_model_shards(folder, read_trained_state(model), saver),
-        copy_optimizer_shards(folder, parameters, optimizer, saver),
+        copy_optimizer_shards(folder, trained, saver),
     ]
 
 

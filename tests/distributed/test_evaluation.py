@@ -64,7 +64,7 @@ def run_process(rank: int, folder: Path, model_dir: Path) -> None:
     counter = StepCounter()
     counter.add(10 + rank, torch.tensor(3 * (rank + 1)), 2**53 + rank)
     counter.synchronise()
-    report = {"evaluations": evaluations, "totals": counter.totals()}
+    report = {"evaluations": evaluations, "totals": counter.totals._asdict()}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     distributed.destroy_process_group()
 

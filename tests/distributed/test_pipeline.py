@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def test_nan_gradient_in_one_stage_stops_all_before_update(two: tuple[Path, Any]
 )
 def test_bubble_and_stages_are_logged(two: tuple[Path, Any], line: str) -> None:
     assert line in two[1]["output"]
+
+
+def test_start_check_has_loss_of_whole_model(two: tuple[Path, Any]) -> None:
+    folder, ended = two
+    losses = [float(loss) for loss in re.findall(r"two rows have the loss (\d+\.\d+)", ended["output"])]
+    assert losses
+    assert losses == pytest.approx([read_events(folder / "packed")[0]["loss"]] * len(losses), rel=0.2)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
-from recipes_lib.files import LOCK_FILE, is_locked, read_record, replace_record
+from recipes_lib.files import LOCK_FILE, is_locked, link_or_copy, read_record, replace_record
 from recipes_lib.quantities import pluralize
 
 _USAGE: Final = (
@@ -129,7 +128,7 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
             model.mkdir(parents=True)
             for file in checkpoint.iterdir():
                 if file.is_file() and file.suffix not in _STATES:
-                    _link(file, model / file.name)
+                    link_or_copy(file, model / file.name)
             is_whole = is_complete(checkpoint)
         else:
             code = subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode
@@ -144,18 +143,6 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
         return EXIT_DONE
     finally:
         shutil.rmtree(model, ignore_errors=True)
-
-
-def _link(file: Path, copy: Path) -> None:
-    """Hard-link a file; copy it on file systems without hard links.
-
-    Raises:
-        FileNotFoundError: The file has been deleted.
-    """
-    try:
-        os.link(file, copy)
-    except OSError:
-        shutil.copyfile(file, copy)
 
 
 def compare(argv: Sequence[str]) -> None:

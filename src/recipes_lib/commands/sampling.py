@@ -402,7 +402,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     from recipes_lib.training.trainers.arguments import build_autocast
 
     if config.data.dataset_mixture:
-        where = config.provenance.get("dataset_mixture", "dataset_mixture")
+        where = config.locate("dataset_mixture")
         raise ConfigError(Problem(where, "a mixture is not supported", "join the files, and write `dataset_name`"))
     # The teacher answers with its own tokenizer and chat template.
     tokens = replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)

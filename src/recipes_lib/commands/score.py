@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     given = [f"--model_name_or_path={options.model}", f"--output_dir={options.output.parent}", *overrides]
     config = load_for_command("sft", given, options.config)
     if config.data.dataset_mixture or config.data.dataset_streaming:
-        where = config.provenance.get("dataset_mixture" if config.data.dataset_mixture else "dataset_streaming", "")
+        where = config.locate("dataset_mixture" if config.data.dataset_mixture else "dataset_streaming")
         raise ConfigError(Problem(where, "is not supported by recipes score", "write `dataset_name` alone"))
     columns = Columns(options.prefix, options.min_loss, options.max_loss)
     sys.stdout.write(f"{options.output}: {score_dataset(config, options.output, columns)}\n")

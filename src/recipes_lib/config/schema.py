@@ -522,6 +522,11 @@ class RecipeConfig:
         """
         return self.training[key] if key in self.training else load_table(self.recipe).keys[key].default
 
+    def locate(self, key: str) -> str:
+        """Return where the user set a key, ``file:line`` or a flag, for errors; else the key itself."""
+        origin = self.provenance.get(key, "default")
+        return key if origin == "default" or origin.startswith("derived: ") else origin
+
     def with_training(self, keys: Mapping[str, Any]) -> RecipeConfig:
         """Return a copy with new values of some upstream keys."""
         return dataclasses.replace(self, training={**self.training, **keys})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.environment import find_version
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_record, replace_record
+from recipes_lib.files import link_or_copy, read_record, replace_record
 from recipes_lib.report.html_pages import write_corpus_report
 
 MANIFEST: Final = "corpus.json"
@@ -203,14 +202,6 @@ def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
         numbered = (f"{name}source{later}" for later in count(number))
         names.append(next(one for one in chain([name], numbered) if one and one not in names))
     return names
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it where the file system does not support links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:

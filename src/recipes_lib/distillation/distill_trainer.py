@@ -30,10 +30,9 @@ from recipes_lib.models.heads.loss_head import score_beside_record, score_beside
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.checkpoints.saver import Staged
 from recipes_lib.training.layouts.fsdp import gathered, prepare_frozen
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
-from recipes_lib.training.trainers.recipe_trainer import Batch
+from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss
 
 ROUNDING_UNITS: Final = 4
 """Multiple of the machine epsilon, in nats per target, that the divergence of a model from itself may reach by
@@ -83,9 +82,6 @@ class DistillationTrainer(SFTTrainer):
             beta=distillation.distillation_beta,
             temperature=distillation.distillation_temperature,
         )
-        # Means over targets of texts, over targets of answers, and over answers: their sums have different divisors.
-        self.figures, self.token_figures, self.answer_figures = TermMetrics(), TermMetrics(), TermMetrics()
-        self.add_figures(self.figures, self.token_figures, self.answer_figures)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         # Stored log-probabilities are float16 (``RecordFormat``).
@@ -126,17 +122,10 @@ class DistillationTrainer(SFTTrainer):
             for batch in texts:
                 yield answers.replace(student, batch, step)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Return the contribution of this micro-batch to the mean loss per target of the step."""
-        num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
+    def score_batch(self, model: nn.Module, inputs: Batch) -> BatchLoss:
+        """Return the weighted losses of the targets, all of which are sums over them."""
+        labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS, None)
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
-        positions = inputs.pop(POSITIONS, None)
         with self.layers.capture_features(labels, inputs["position_ids"]) as compute_parts:
             if record is None:
                 # On its own answers the student trains only on the teacher's distribution.
@@ -156,18 +145,14 @@ class DistillationTrainer(SFTTrainer):
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
                 kind = "labels" if answered is None else "its answers"
                 self.observer.progress.say(verify_first_sums(sums, dtype, kind, is_own_teacher=self._is_own_teacher))
-        # All terms are sums over targets; compute_share divides by the targets of the whole step.
-        loss_sum = sums.loss_sum + self.layers.weigh(parts)
-        loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
-        if answered is None:
-            self.figures.add(_name_figures("distillation", sums, parts), sums.num_targets)
-        else:
-            self.token_figures.add(_name_figures("on_policy", sums, parts), sums.num_targets)
+        if answered is not None:
             num_answers, num_finished = answered
             lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
-            self.answer_figures.add(lengths, num_answers)
-        self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
-        return (loss, output) if return_outputs else loss
+            self.figures.add(lengths, num_answers)
+        # Under other names, because the means of texts and of answers have different divisors.
+        figures = _name_figures("distillation" if answered is None else "on_policy", sums, parts)
+        loss_sum = sums.loss_sum + self.layers.weigh(parts)
+        return BatchLoss(loss_sum, sums.num_targets, sums.num_targets, sums.num_correct, output.aux_loss, figures)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with the layer projections attached to the student."""
@@ -200,8 +185,7 @@ class DistillationTrainer(SFTTrainer):
 
     def build_stand_ins(self) -> dict[str, Any]:
         """As ``RecipeTrainer``; an uncounted pass is not the first step, and does not sample answers."""
-        figures = {name: TermMetrics() for name in ("figures", "token_figures", "answer_figures")}
-        return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
+        return super().build_stand_ins() | {"_is_first_step": False, "answers": None}
 
 
 def prepare_teacher(

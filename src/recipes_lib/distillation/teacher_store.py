@@ -334,7 +334,7 @@ def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerB
     Raises:
         ConfigError: As ``map_vocabulary`` and ``load_tokenizer``, with the key that names the teacher.
     """
-    where = config.provenance.get(TEACHER, TEACHER)
+    where = config.locate(TEACHER)
     with reported_at(where):
         other = load_tokenizer(choose_teacher(config), TokensConfig(eos_token=tokenizer.eos_token))
     return map_vocabulary(tokenizer, other, where)
@@ -355,7 +355,7 @@ def load_teacher(
         ConfigError: The teacher cannot be loaded, does not support the batch layout, has a vocabulary other than its
             tokenizer's, or an unsupported output projection.
     """
-    chosen, where = choose_teacher(config), config.provenance.get(TEACHER, TEACHER)
+    chosen, where = choose_teacher(config), config.locate(TEACHER)
     with reported_at(where):
         model_config, _ = load_model_config(chosen)
         # The student's kernel, because both models read the same batches.

@@ -183,7 +183,7 @@ class Inspection(ABC):
         if damage := find_damage(Path(str(model.model_name_or_path))):
             report(f"warning: {model.model_name_or_path}: {damage}")
             return
-        with reported_at(self.config.provenance.get(key, key)):
+        with reported_at(self.config.locate(key)):
             if needs_head is None:
                 verify_checkpoint(model)
             else:

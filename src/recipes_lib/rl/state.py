@@ -22,7 +22,7 @@ from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.model_layout import load_trained
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, compare_state, write_state
-from recipes_lib.training.checkpoints.sharded import gather_trained_state
+from recipes_lib.training.checkpoints.sharded import Trained, gather_trained_state
 
 _STATE: Final = "ppo_state.json"
 
@@ -86,7 +86,7 @@ def stage_state(
         saver.decide_to_copy(held, is_shared=is_shared)
     tasks: list[Task] = []
     for name, learner in learners.items():
-        tasks += learner.layout.save_trained(staged / name, learner.parameters, learner.optimizer, saver)
+        tasks += learner.layout.save_trained(staged / name, Trained(learner.parameters, learner.optimizer), saver)
     if saver.is_main:
         staged.mkdir(parents=True, exist_ok=True)
         (staged / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
@@ -98,7 +98,7 @@ def stage_state(
             shapes = {key: parameter.shape for key, parameter in learner.parameters.items()}
             learner.layout.verify_trained(staged / name, shapes)
             if compares:
-                learner.layout.compare_trained(staged / name, learner.parameters, learner.optimizer)
+                learner.layout.compare_trained(staged / name, Trained(learner.parameters, learner.optimizer))
             if compares and saver.is_main:
                 compare_state(staged / f"{name}_scheduler.pt")
 
@@ -114,7 +114,7 @@ def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
         DataError: Its weights have other names or shapes than the learners', or its progress is unreadable.
     """
     for name, learner in learners.items():
-        load_trained(folder / name, learner.parameters, learner.optimizer)
+        load_trained(folder / name, Trained(learner.parameters, learner.optimizer))
         schedule = torch.load(folder / f"{name}_scheduler.pt", map_location="cpu", weights_only=True)
         learner.scheduler.load_state_dict(schedule)
     try:

@@ -37,13 +37,23 @@ from recipes_lib.errors import (
     UserError,
     explain_refusal,
 )
-from recipes_lib.files import LOCK_FILE, find_record, is_inside, read_lines, replace_record, try_lock, verify_fields
+from recipes_lib.files import (
+    LOCK_FILE,
+    explain_write_errors,
+    find_record,
+    is_inside,
+    read_lines,
+    replace_record,
+    try_lock,
+    verify_fields,
+)
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection, has_other_machines
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
+    BATCH_KEYS,
     clear_leftovers,
     find_last_complete,
     find_wrong_size,
@@ -52,7 +62,6 @@ from recipes_lib.training.checkpoints.manifest import (
     supersede,
 )
 from recipes_lib.training.checkpoints.resume import (
-    BATCH_KEYS,
     EXTENDABLE,
     agree_on_checkpoint,
     count_rows_per_step,
@@ -279,7 +288,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     # They would interrupt the progress line.
     hide_progress_bars()
     # Absolute, because a reward function or callback may change the working directory.
-    output_dir = _open(Path(config.training["output_dir"]).absolute(), launch)
+    output_dir = Path(config.training["output_dir"]).absolute()
+    _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
     resume_from = find_last_complete(output_dir)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
@@ -319,7 +329,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             command=[Path(sys.argv[0]).name, *sys.argv[1:]],
             config=effective,
             provenance=dict(config.provenance),
-            config_fingerprint=fingerprint_config(config, launch.data_size),
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=hardware,
@@ -330,19 +339,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
         )
     return run
-
-
-def _open(output_dir: Path, launch: Launch) -> Path:
-    """Return the output directory after the main process has created, locked and cleaned it."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "name another folder; if it is a link, mount the disk of its target"
-        raise ConfigError(Problem(str(output_dir), f"cannot create output_dir: {error.strerror}", remedy)) from error
-    if launch.is_main:
-        _claim(output_dir)
-        clear_leftovers(output_dir)
-    return output_dir
 
 
 def _has_model(
@@ -365,43 +361,37 @@ def _has_model(
     return False
 
 
-def _claim(output_dir: Path) -> None:
-    """Lock the directory until this process ends; without effect on file systems without locks.
+def _open(output_dir: Path, launch: Launch) -> None:
+    """Create the output directory; the main process locks it until it ends, and cleans it.
+
+    The lock is without effect on file systems without locks.
 
     Raises:
         ConfigError: The directory cannot be written, or another process has the lock.
     """
-    # NFS grants exclusive locks on writable files only. Mode "a" leaves the file of a finished run unchanged.
-    try:
+    with explain_write_errors(output_dir, "choose another output_dir; if it is a link, mount the disk of its target"):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if not launch.is_main:
+            return
+        # NFS grants exclusive locks on writable files only. Mode "a" leaves the file of a finished run unchanged.
         file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
-    except OSError as error:
-        found = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(str(output_dir), found, "choose another output_dir")) from error
     # A lock of this process only: forked data loader workers, which may outlive it, do not inherit it.
     is_ours = try_lock(file, of_process=True)
-    if is_ours is None:
-        return
-    if not is_ours:
+    if is_ours is False:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy))
-    with suppress(OSError, AttributeError):  # A full disk fails a later write; macOS has no ``posix_fallocate``.
-        if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
-            os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
-    _CLAIMS.append(file)
+    if is_ours:
+        with suppress(OSError, AttributeError):  # A full disk fails a later write; macOS has no ``posix_fallocate``.
+            if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
+                os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        _CLAIMS.append(file)
+    clear_leftovers(output_dir)
 
 
 def release_output_dirs() -> None:
     """Unlock the output directories of this process, which are locked until it ends otherwise."""
     while _CLAIMS:
         _CLAIMS.pop().close()
-
-
-def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
-    """Return a hash of the keys that affect the result, 16 hex digits; of batch keys, only the global size counts."""
-    flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
-    flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
-    relevant = {name: value for name, value in flat.items() if _affects_result(name)}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _affects_result(key: str) -> bool:

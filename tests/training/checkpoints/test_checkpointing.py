@@ -20,6 +20,7 @@ from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
 from recipes_lib.training.checkpoints.model_layout import ModelLayout, ReplicatedLayout
 from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, count_bytes
+from recipes_lib.training.checkpoints.sharded import Trained
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
@@ -215,10 +216,10 @@ def saved(trained, tmp_path):
 def test_compare_detects_flipped_bit_in_optimizer_state(saved):
     trainer, checkpoint = saved
     bits = next(iter(trainer.optimizer.state.values()))["exp_avg_sq"].view(torch.int32)
-    trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
+    trainer.layout.compare(checkpoint, trainer.model, Trained({}, trainer.optimizer))
     bits[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"optimizer\.pt: a state differs"):
-        trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
+        trainer.layout.compare(checkpoint, trainer.model, Trained({}, trainer.optimizer))
     bits[0] ^= 1
 
 
@@ -227,7 +228,7 @@ def test_compare_rejects_truncated_state_file(saved, name):
     trainer, checkpoint = saved
     (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:100])
     with pytest.raises(BrokenSaveError, match=f"{name} cannot be read back"):
-        trainer.layout.compare(checkpoint, trainer.model, {}, trainer.optimizer)
+        trainer.layout.compare(checkpoint, trainer.model, Trained({}, trainer.optimizer))
 
 
 def test_verification_of_engine_layout_allows_missing_safetensors(saved):
@@ -302,7 +303,7 @@ def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, 
 
 
 def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):
-    record = {"config_fingerprint": "abc", "versions": {"torch": "2"}}
+    record = {"versions": {"torch": "2"}}
     run = {"stage": "sft", "config": {"seed": 1}}
     (tmp_path / "run.json").write_text(json.dumps({**record, **run, "status": "running"}))
     train(tiny_model_dir, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=3)

@@ -25,6 +25,7 @@ from recipes_lib.training.checkpoints.model_layout import (
     load_trained,
 )
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
+from recipes_lib.training.checkpoints.sharded import Trained
 
 
 def make_trainer(*, deepspeed=False, fsdp=False, part=False):
@@ -60,11 +61,10 @@ def test_drop_copies_removes_tied_weight():
 def test_base_layout_leaves_saving_and_loading_to_upstream(tmp_path):
     layout, model = ModelLayout(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    assert (
-        layout.save_model(tmp_path, model, None, None) is layout.save_optimizer(tmp_path, {}, optimizer, None) is None
-    )
+    trained = Trained({}, optimizer)
+    assert layout.save_model(tmp_path, model, None, None) is layout.save_optimizer(tmp_path, trained, None) is None
     assert not layout.load_model(tmp_path, model)
-    assert not layout.load_optimizer(tmp_path, model, {}, optimizer, lambda _: optimizer)
+    assert not layout.load_optimizer(tmp_path, model, trained, lambda _: optimizer)
     assert layout.gather(model) is None
 
 
@@ -96,12 +96,12 @@ def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
     layout = choose_learner_layout(model)
     assert layout.is_shared is (writes == "sharded")
     saver.decide_to_copy((parameters, dict(optimizer.state)), is_shared=layout.is_shared)
-    for task in layout.save_trained(place, parameters, optimizer, saver):
+    for task in layout.save_trained(place, Trained(parameters, optimizer), saver):
         task()
     layout.verify_trained(place, {"weight": model.weight.shape})
-    layout.compare_trained(place, parameters, optimizer)
+    layout.compare_trained(place, Trained(parameters, optimizer))
     _, other, other_optimizer = train(mesh if reads == "sharded" else None, 1)
-    load_trained(place, other, other_optimizer)
+    load_trained(place, Trained(other, other_optimizer))
     assert other_optimizer.param_groups[0]["lr"] == 0.1
     moments = [(one.state[part["weight"]], part["weight"]) for one, part in
                ((optimizer, parameters), (other_optimizer, other))]  # fmt: skip
@@ -111,7 +111,7 @@ def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
     with torch.no_grad():
         to_local(model.weight)[0, 0] += 1
     with pytest.raises(BrokenSaveError, match="weight differ"):
-        layout.compare_trained(place, parameters, optimizer)
+        layout.compare_trained(place, Trained(parameters, optimizer))
 
 
 def to_local(tensor):
@@ -125,7 +125,7 @@ def test_state_of_paged_optimizer_is_saved_without_its_attributes(tmp_path):
     moment = optimizer.state[parameters["weight"]]["exp_avg"]
     moment.is_paged, moment.page_deviceid = True, 0
     saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
-    (write,) = ReplicatedLayout().save_optimizer(tmp_path, parameters, optimizer, saver)
+    (write,) = ReplicatedLayout().save_optimizer(tmp_path, Trained(parameters, optimizer), saver)
     write()
     (saved,) = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"].values()
     assert torch.equal(saved["exp_avg"], moment)

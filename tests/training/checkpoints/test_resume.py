@@ -112,24 +112,24 @@ def test_keep_batch_adapts_steps_per_generation(before, written, now, steps):
     assert ("steps_per_generation" in (line or "")) == (steps != written_steps)
 
 
-def test_indivisible_generation_is_rejected():
-    recipe = config(4, 2)
-    recipe.training["steps_per_generation"] = 3
-    with pytest.raises(ConfigError, match="12 answers of this run are sampled at a time, which 2 processes with 4"):
-        keep_batch(recipe, launch(2), record(1, 4, 2) | {"steps_per_generation": 3})
-
-
 @pytest.mark.parametrize(
-    ("now", "before", "remedy"),
+    ("now", "before", "steps", "remedy"),
     [
-        (3, (1, 2, 4), "start 1, 2 or 4 processes"),
-        (4, (1, 2, 6), "start 1, 2, 3 or 6 processes, or write per_device_train_batch_size and "),
-        (4, (1, 2, 6), "whose product is 3 (the former 1 or 3)"),
+        (3, (1, 2, 4), None, "start 1, 2 or 4 processes"),
+        (4, (1, 2, 6), None, "start 1, 2, 3 or 6 processes, or write per_device_train_batch_size and "),
+        (4, (1, 2, 6), None, "whose product is 3 (the former 1 or 3)"),
+        # 8 rows and 12 answers: a number of processes must divide both.
+        (4, (1, 2, 4), 6, "8 rows and samples 12 answers at a time, which 4 processes with 2"),
+        (4, (1, 2, 4), 6, "start 1 or 2 processes, or write "),
+        (4, (1, 2, 4), 6, "whose product is 2 (the former 1)"),
     ],
 )
-def test_indivisible_batch_lists_possible_world_sizes(now, before, remedy):
+def test_indivisible_batch_lists_possible_world_sizes(now, before, steps, remedy):
+    recipe = config(2, 4)
+    if steps is not None:
+        recipe.training["steps_per_generation"] = steps
     with pytest.raises(ConfigError) as caught:
-        keep_batch(config(2, 4), launch(now), record(*before))
+        keep_batch(recipe, launch(now), record(*before) | {"steps_per_generation": steps})
     assert remedy in str(caught.value)
     assert str(caught.value).startswith("a.yaml:3: a step of this run takes")
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
 from recipes_lib.training.checkpoints.sharded import (
+    Trained,
     compare_own_shards,
     copy_model_shards,
     copy_optimizer_shards,
@@ -41,13 +42,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
+def describe(model, optimizer):
+    return Trained(dict(model.named_parameters()), optimizer)
+
+
 @pytest.fixture
 def saved(tiny_model_dir, tmp_path):
     model, optimizer = build(tiny_model_dir)
     step(model, optimizer, 0)
     saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
     copy_model_shards(tmp_path, read_trained_state(model), saver)()
-    copy_optimizer_shards(tmp_path, dict(model.named_parameters()), optimizer, saver)()
+    copy_optimizer_shards(tmp_path, describe(model, optimizer), saver)()
     return model, optimizer, tmp_path
 
 
@@ -55,7 +60,7 @@ def test_shards_restore_model_and_optimizer_bit_identically(saved, tiny_model_di
     model, optimizer, folder = saved
     other, its_optimizer = build(tiny_model_dir, learning_rate=5.0)
     load_model_shards(folder, read_trained_state(other))
-    load_optimizer_shards(folder, dict(other.named_parameters()), its_optimizer)
+    load_optimizer_shards(folder, describe(other, its_optimizer))
     for one in ((model, optimizer), (other, its_optimizer)):
         step(*one, 1)
     for name, tensor in model.state_dict().items():
@@ -79,7 +84,7 @@ def test_trained_state_omits_tied_copies_and_frozen_base(saved):
 def test_unchanged_shards_pass_verification(saved):
     model, optimizer, folder = saved
     verify_shards(folder, read_shapes(model))
-    compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
+    compare_own_shards(folder, read_trained_state(model), describe(model, optimizer))
 
 
 @pytest.mark.parametrize("which", ["weight", "state"])
@@ -89,7 +94,7 @@ def test_compare_own_shards_detects_flipped_bit(saved, which):
     value = weight.detach() if which == "weight" else optimizer.state[weight]["exp_avg_sq"]
     value.view(torch.int32)[3] ^= 1
     with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight differs from the tensor in memory"):
-        compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
+        compare_own_shards(folder, read_trained_state(model), describe(model, optimizer))
 
 
 def test_verify_shards_names_missing_and_non_finite_tensors(saved):
@@ -117,8 +122,8 @@ def test_quantised_optimizer_states_are_restored_bit_identically(tmp_path, optim
             moment.copy_(values if key == "exp_avg" else values.square())
         one.state[parameter] = {"step": torch.tensor(3.0), **moments}
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
-    copy_optimizer_shards(tmp_path, parameters, one, CheckpointSaver(args, print))()
-    load_optimizer_shards(tmp_path, parameters, other)
+    copy_optimizer_shards(tmp_path, Trained(parameters, one), CheckpointSaver(args, print))()
+    load_optimizer_shards(tmp_path, Trained(parameters, other))
     pairs = [
         (getattr(before, name), getattr(other.state[parameter][key], name))
         for parameter in parameters.values()

@@ -71,7 +71,7 @@ def build_config(path: Path | None, strategy: str) -> Any:
     """Return what is read of a configuration."""
     return SimpleNamespace(
         pretraining=PretrainingConfig(expected_curve=None if path is None else str(path)),
-        provenance={"expected_curve": "mine.yaml:3"},
+        locate={"expected_curve": "mine.yaml:3"}.__getitem__,
         read={"eval_strategy": strategy}.__getitem__,
     )
 

@@ -62,7 +62,7 @@ def test_replay_does_not_change_training(tiny_model_dir, tmp_path, is_scaled):
             scale_losses(trainer)
         trainer.train()
         trainer.observer.counter.synchronise()
-        runs.append((weights_of(trainer), recorder.steps, trainer.observer.counter.totals()))
+        runs.append((weights_of(trainer), recorder.steps, trainer.observer.counter.totals))
     assert_equal_weights(runs[0][0], runs[1][0])
     assert runs[0][1:] == runs[1][1:]
 

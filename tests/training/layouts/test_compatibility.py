@@ -377,7 +377,7 @@ PLAIN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]
 
 
 def block(**more: object) -> Blocked:
-    return Blocked("the one", lambda _: True, "it would fail", "use another", **more)  # type: ignore[arg-type]
+    return Blocked(launch="the one", when="FSDP", why="it would fail", remedy="use another", **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,11 @@ def test_term_metrics_are_reset_by_training_log_only() -> None:
         terms.on_log(None, state, TrainerControl(), logs)
         return logs
 
-    terms.add({"loss": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
-    terms.add({"loss": torch.tensor(1.0), "margin": torch.tensor(5.0)}, 1)
+    terms.add({"reward": torch.tensor(3.0), "margin": torch.tensor(4.0)}, 2)
+    terms.add({"margin": torch.tensor(5.0), "reward": torch.tensor(3.0)}, 1)
+    terms.add({"length": torch.tensor(8.0)}, 4)  # Of another number of terms.
     assert log(eval_loss=1.0) == {"eval_loss": 1.0}
-    assert log(loss=9.0) == {"loss": 9.0, "margin": 3.0}
+    assert log(loss=9.0) == {"loss": 9.0, "margin": 3.0, "reward": 2.0, "length": 2.0}
     assert log(loss=9.0) == {"loss": 9.0}
     terms.add({"margin": torch.tensor(1.0)}, 1)
     assert log(train_loss=1.0) == {"train_loss": 1.0}

@@ -29,18 +29,18 @@ def test_counts_are_synchronised_and_restored() -> None:
     counter = StepCounter()
     counter.add(10, torch.tensor(4), torch.tensor(1))
     counter.add(torch.tensor(5), 2)
-    assert counter.num_tokens == 0
+    assert counter.totals.num_tokens == 0
 
     counter.synchronise()
     counter.synchronise()
     resumed = StepCounter()
     resumed.add(7, 7, 7)  # Of a step that is rolled back.
-    resumed.restore(json.loads(json.dumps(counter.totals())))
+    resumed.restore(json.loads(json.dumps(counter.totals._asdict())))
     resumed.add(1, 1, 1)
     resumed.synchronise()
 
-    assert (counter.num_tokens, counter.num_targets, counter.num_correct) == (15, 6, 1)
-    assert (resumed.num_tokens, resumed.num_targets, resumed.num_correct) == (16, 7, 2)
+    assert counter.totals == (15, 6, 1)
+    assert resumed.totals == (16, 7, 2)
 
 
 def test_stopped_meter_does_not_count_time() -> None:

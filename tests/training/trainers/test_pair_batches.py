@@ -116,12 +116,10 @@ def test_chosen_answers_precede_rejected_ones(pairs):
     assert ids.tolist() == [number for numbers in expected for number in numbers]
 
 
-def test_sums_are_over_counted_pairs():
+def test_sums_and_counts_are_over_pairs():
     losses = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
     scores = PairScores(losses=losses, figures={"margin": torch.tensor([0.5, 0.25, 8.0])})
     assert scores.sums() == {"loss": 7.0, "margin": 8.75}
-    assert scores.sums(2) == {"loss": 3.0, "margin": 0.75}
-    assert scores.sums(0) == {"loss": 0.0, "margin": 0.0}
     assert not any(value.requires_grad for value in scores.sums().values())
     batch = {"num_completion_tokens": torch.ones(6)}
     assert count_pairs(batch) == 3

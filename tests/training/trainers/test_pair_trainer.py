@@ -16,7 +16,7 @@ from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.training.guards.start_checks import StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs
-from recipes_lib.training.monitoring.callbacks import Observer
+from recipes_lib.training.monitoring.callbacks import Observer, TermMetrics
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
@@ -130,14 +130,18 @@ def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     trainer.router_aux_loss_coef, trainer.guard.inputs = 0.5, StepInputs(num_tokens=torch.tensor(24))
     batch = {"num_completion_tokens": torch.ones(6, dtype=torch.int64), "num_tokens": torch.tensor(6)}
-    scores = PairScores(losses=torch.tensor([1.0, 2.0, 6.0]), figures={}, aux_loss=torch.tensor(8.0))
+    margins = {"margin": torch.tensor([0.5, 0.25, 8.0])}
+    scores = PairScores(losses=torch.tensor([1.0, 2.0, 6.0]), figures=margins, aux_loss=torch.tensor(8.0))
     trainer.score_pairs = lambda model, batch: scores
     assert float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(6))) == 9 / 6 + 0.5 * 8 / 4
-    # The mean is over counted pairs only.
-    trainer.router_aux_loss_coef = 0.0
+    # Means are over counted pairs only.
+    trainer.router_aux_loss_coef, trainer.figures = 0.0, TermMetrics()
     counted = {**batch, "num_counted_pairs": 2}
     loss = trainer.compute_loss(trainer.model, counted, num_items_in_batch=torch.tensor(5))
     assert float(loss) == pytest.approx(3 / 5)
+    logs = {"loss": 0.0}
+    trainer.figures.on_log(trainer.args, trainer.state, trainer.control, logs)
+    assert logs["margin"] == 0.375
     assert float(trainer.compute_loss(trainer.model, counted)) == 1.5
 
 

@@ -395,7 +395,7 @@ def read_chat_template(config: RecipeConfig) -> str | None:
     """
     if (path := config.tokens.chat_template_path) is None:
         return None
-    where = config.provenance.get("chat_template_path", "chat_template_path")
+    where = config.locate("chat_template_path")
     return read_text(find_shipped(Path(expand_home(path))), where, "name a Jinja file")
 
 
@@ -421,4 +421,4 @@ def _hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
 
 
 def _missing(config: RecipeConfig, option: str, found: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(config.provenance.get(option, option), found, remedy))
+    return ConfigError(Problem(config.locate(option), found, remedy))

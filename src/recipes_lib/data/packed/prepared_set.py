@@ -143,7 +143,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
         DataError: The data do not exist or cannot be read.
     """
     if config.data.dataset_streaming:
-        where = config.provenance.get("dataset_streaming", "dataset_streaming")
+        where = config.locate("dataset_streaming")
         raise ConfigError(Problem(where, "streamed rows are tokenised while training; there is nothing to prepare"))
     seed = read_seed(config)
     train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)

@@ -191,7 +191,7 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
     parts = [*identity.train.parts, *(identity.test.parts if identity.test else ())]
     wrong = dict.fromkeys((part.source.name, part.format) for part in parts if part.format != "preference")
     if wrong:
-        where = config.provenance.get("dataset_format", "dataset_format")
+        where = config.locate("dataset_format")
         found = "{} is read in the layout `{}`, which has no rejected answers"
         remedy = "write `preference`, or leave the layout out"
         raise ConfigError(*(Problem(where, found.format(*names), remedy) for names in wrong))

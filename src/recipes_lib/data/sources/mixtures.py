@@ -134,7 +134,7 @@ def _refuse_unknown_length(config: RecipeConfig, weights: Sequence[float] | None
         found = "it is not known how far to read each source of the mixture"
         problems.append(("dataset_streaming", found, "give each a `weight`"))
     if problems:
-        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
+        raise ConfigError(*(Problem(config.locate(key), *words) for key, *words in problems))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
         # The seed determines the held-out rows, and the rows that are drawn from the parts of a mixture.
         training["seed"] = record.get("seed")
         if data.dataset_name is None and data.dataset_mixture is None:
-            where = config.provenance.get("replay_from", "replay_from")
+            where = config.locate("replay_from")
             raise ConfigError(Problem(where, "the run names no dataset", "write `replay_dataset: ...` instead"))
     tokens = dataclasses.replace(config.tokens, loss_on=loss_on, max_length=max_length or config.tokens.max_length)
     forgetting = dataclasses.replace(keys, replay_dataset=None, replay_from=None)

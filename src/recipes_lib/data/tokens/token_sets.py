@@ -154,7 +154,7 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
         ConfigError: As ``find_held_out``.
         DataError: The source cannot be opened.
     """
-    where = config.provenance.get("dataset_test_split", "dataset_test_split")
+    where = config.locate("dataset_test_split")
     entry = find_held_out(config.data, where)
     return None if entry is None else _open(config, str(config.data.dataset_test_split), entry)
 

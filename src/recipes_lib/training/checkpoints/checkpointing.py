@@ -24,6 +24,7 @@ from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
+from recipes_lib.training.checkpoints.sharded import Trained
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
@@ -175,7 +176,7 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            compare = partial(self.layout.compare, staged.folder, self.model, self.name_parameters(), self.optimizer)
+            compare = partial(self.layout.compare, staged.folder, self.model, self._read_trained())
 
             def verify() -> None:
                 staged.verify()
@@ -268,7 +269,7 @@ class CheckpointingTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Copy the optimizer states for the writer thread, and write the scheduler."""
         folder = Path(output_dir)
-        tasks = self.layout.save_optimizer(folder, self.name_parameters(), self.optimizer, self._saver)
+        tasks = self.layout.save_optimizer(folder, self._read_trained(), self._saver)
         if tasks is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -302,8 +303,8 @@ class CheckpointingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and learning rate scheduler, sharded or unsharded."""
         assert checkpoint is not None, "only called on resume"
-        folder, parameters = Path(checkpoint), self.name_parameters()
-        if not self.layout.load_optimizer(folder, self.model, parameters, self.optimizer, self._build_optimizer):
+        folder = Path(checkpoint)
+        if not self.layout.load_optimizer(folder, self.model, self._read_trained(), self._build_optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.lr_scheduler is not None
@@ -363,6 +364,9 @@ class CheckpointingTrainer(Trainer):
             return self.create_optimizer(model)
         finally:
             self.optimizer = own
+
+    def _read_trained(self) -> Trained:
+        return Trained(self.name_parameters(), self.optimizer)
 
     def _list_trained(self) -> list[torch.Tensor]:
         return [tensor for tensor in self.model.parameters() if tensor.requires_grad]

@@ -38,10 +38,11 @@ _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
 _NUM_READERS: Final = 4
 """Files hashed concurrently on resume; hashlib releases the GIL."""
 
-_COUNTS: Final = (
-    *("world_size", "data_size", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "steps_per_generation"),
-)
+BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Keys whose product with the world size is the global batch size; only the product affects the result."""
+GENERATION_KEY: Final = "steps_per_generation"
+"""Key for the micro-batches whose answers are sampled together, if they differ from those of an optimizer step."""
+_COUNTS: Final = ("world_size", "data_size", *BATCH_KEYS, GENERATION_KEY)
 _FIELDS: Final[Fields] = {
     "files": dict,
     **dict.fromkeys(("step", *_COUNTS), int | None),

@@ -33,6 +33,7 @@ from recipes_lib.training.checkpoints.saver import (
 )
 from recipes_lib.training.checkpoints.sharded import (
     OPTIMIZER_SHARDS,
+    Trained,
     compare_own_shards,
     copy_model_shards,
     copy_optimizer_shards,
@@ -48,8 +49,6 @@ from recipes_lib.training.checkpoints.sharded import (
 from recipes_lib.training.collectives import get_rank
 from recipes_lib.training.layouts.fsdp import has_shards
 
-Parameters = Mapping[str, nn.Parameter]
-"""Trained parameters by name; sharded optimizer states are stored under these names."""
 _STATES: Final = (OPTIMIZER_NAME, "scheduler.pt", "scaler.pt", "rng_state*.pth")
 Build = Callable[[Any], torch.optim.Optimizer]
 """Function that builds the optimizer of a model."""
@@ -86,9 +85,7 @@ class ModelLayout:
         """
         return None
 
-    def save_optimizer(
-        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-    ) -> Sequence[Task] | None:
+    def save_optimizer(self, folder: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Save the optimizer states; arguments and result as for ``save_model``."""
         return None
 
@@ -99,21 +96,18 @@ class ModelLayout:
             load_model_shards(folder, read_trained_state(model))
         return is_sharded
 
-    def load_optimizer(
-        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
-    ) -> bool:
+    def load_optimizer(self, folder: Path, model: Any, trained: Trained, build: Build) -> bool:
         """Load the optimizer states of a checkpoint; result as for ``load_model``.
 
         Args:
             folder: Checkpoint folder.
             model: Trained model without wrapper.
-            parameters: Parameters of ``optimizer``.
-            optimizer: Optimizer with the parameter groups of the saved one; it may have no states yet.
+            trained: Parameters, and an optimizer with the groups of the saved one; it may have no states yet.
             build: Builder of the whole model's optimizer, for ranks that hold some of its parameters only.
         """
         is_sharded = (folder / OPTIMIZER_SHARDS).is_dir()
         if is_sharded:
-            load_optimizer_shards(folder, parameters, optimizer)
+            load_optimizer_shards(folder, trained)
         return is_sharded
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -146,7 +140,7 @@ class ModelLayout:
 
         return verify
 
-    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def compare(self, folder: Path, model: Any, trained: Trained) -> None:
         """Compare the files that this process wrote with the live tensors, bit for bit; raises ``BrokenSaveError``."""
 
 
@@ -178,35 +172,30 @@ class ReplicatedLayout(ModelLayout):
         state = saver.take(whole, unchanging=list_frozen(model))
         return [partial(self._write_model, folder, model, state)]
 
-    def save_optimizer(
-        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-    ) -> Sequence[Task] | None:
+    def save_optimizer(self, folder: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Copy the optimizer states."""
         if not saver.is_main:
             return ()
         # torch.save writes attributes of tensors. bitsandbytes would take a state that resuming has loaded onto a GPU
         # for paged memory, and end the process.
-        states = optimizer.state_dict()
+        states = trained.optimizer.state_dict()
         state = tree_map_only(Tensor, lambda value: value.detach() if hasattr(value, "is_paged") else value, states)
         return [partial(write_state, saver.take(state), folder / OPTIMIZER_NAME)]
 
-    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def compare(self, folder: Path, model: Any, trained: Trained) -> None:
         """Compare weights and optimizer states bit for bit, and load every state file as resuming does."""
         live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
         for file in sorted(folder.glob("*.safetensors")):
             compare_weights(file, live)
         for file in sorted(file for pattern in _STATES for file in folder.glob(pattern)):
-            compare_state(file, optimizer.state_dict() if file.name == OPTIMIZER_NAME else None)
+            compare_state(file, trained.optimizer.state_dict() if file.name == OPTIMIZER_NAME else None)
 
-    def save_trained(
-        self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-    ) -> Sequence[Task]:
+    def save_trained(self, place: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task]:
         """Save one of several trained models in a checkpoint, and its optimizer states; every process must call.
 
         Args:
             place: Path prefix of the files, such as ``checkpoint-5/critic``.
-            parameters: Trained parameters by name.
-            optimizer: Optimizer of ``parameters``, after a step.
+            trained: Parameters and optimizer, after a step.
             saver: Saver that copies tensors to host memory.
 
         Returns:
@@ -214,7 +203,7 @@ class ReplicatedLayout(ModelLayout):
         """
         if not saver.is_main:
             return ()
-        copies = saver.take({"weights": dict(parameters), "states": optimizer.state_dict()})
+        copies = saver.take({"weights": dict(trained.parameters), "states": trained.optimizer.state_dict()})
         weights = {name: value.detach().contiguous() for name, value in copies["weights"].items()}
         return [
             partial(save_file, weights, Path(f"{place}.safetensors")),
@@ -226,11 +215,11 @@ class ReplicatedLayout(ModelLayout):
         if get_rank() == 0:
             verify_weights(place.parent, shapes, f"{place.name}.safetensors")
 
-    def compare_trained(self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def compare_trained(self, place: Path, trained: Trained) -> None:
         """Compare the files of ``save_trained`` with the live tensors, bit for bit; raises ``BrokenSaveError``."""
         if get_rank() == 0:
-            compare_weights(Path(f"{place}.safetensors"), parameters)
-            compare_state(Path(f"{place}_optimizer.pt"), optimizer.state_dict())
+            compare_weights(Path(f"{place}.safetensors"), trained.parameters)
+            compare_state(Path(f"{place}_optimizer.pt"), trained.optimizer.state_dict())
 
     def _write_model(self, folder: Path, model: Any, state: Mapping[str, Any]) -> None:
         # ``save_original_format=False``: transformers 5.23 loads a checkpoint by the model's own parameter names, and
@@ -259,11 +248,9 @@ class ShardedLayout(ModelLayout):
                 part.save_pretrained(folder)
         return [copy_model_shards(folder, read_trained_state(model), saver, list_frozen(model))]
 
-    def save_optimizer(
-        self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-    ) -> Sequence[Task] | None:
+    def save_optimizer(self, folder: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Copy the shards of the optimizer states."""
-        return [copy_optimizer_shards(folder, parameters, optimizer, saver)]
+        return [copy_optimizer_shards(folder, trained, saver)]
 
     def load_model(self, folder: Path, model: nn.Module) -> bool:
         """Load sharded weights of any world size, or unsharded ones."""
@@ -271,13 +258,11 @@ class ShardedLayout(ModelLayout):
             load_whole_model(folder, model)
         return True
 
-    def load_optimizer(
-        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
-    ) -> bool:
+    def load_optimizer(self, folder: Path, model: Any, trained: Trained, build: Build) -> bool:
         """Load sharded optimizer states of any world size, or unsharded ones."""
-        if not super().load_optimizer(folder, model, parameters, optimizer, build):
-            groups = [group["params"] for group in optimizer.param_groups]
-            load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
+        if not super().load_optimizer(folder, model, trained, build):
+            groups = [group["params"] for group in trained.optimizer.param_groups]
+            load_whole_optimizer(folder / OPTIMIZER_NAME, trained.optimizer, groups)
         return True
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
@@ -288,26 +273,24 @@ class ShardedLayout(ModelLayout):
         """Return a function with which each process reopens the shards that it wrote."""
         return partial(verify_shards, shapes=self._read_shapes(model))
 
-    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def compare(self, folder: Path, model: Any, trained: Trained) -> None:
         """Compare this process's shards with the live ones, bit for bit."""
-        compare_own_shards(folder, read_trained_state(model), parameters, optimizer)
+        compare_own_shards(folder, read_trained_state(model), trained)
 
-    def save_trained(
-        self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-    ) -> Sequence[Task]:
+    def save_trained(self, place: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task]:
         """As ``ReplicatedLayout.save_trained``; each process writes its shards."""
         return [
-            copy_model_shards(place, parameters, saver),
-            copy_optimizer_shards(place, parameters, optimizer, saver),
+            copy_model_shards(place, trained.parameters, saver),
+            copy_optimizer_shards(place, trained, saver),
         ]
 
     def verify_trained(self, place: Path, shapes: Mapping[str, torch.Size]) -> None:
         """As ``ReplicatedLayout.verify_trained``."""
         verify_shards(place, shapes)
 
-    def compare_trained(self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    def compare_trained(self, place: Path, trained: Trained) -> None:
         """As ``ReplicatedLayout.compare_trained``."""
-        compare_own_shards(place, parameters, parameters, optimizer)
+        compare_own_shards(place, trained.parameters, trained)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         # ``DTensor.shape`` is the shape of the unsharded tensor.
@@ -317,20 +300,18 @@ class ShardedLayout(ModelLayout):
 class PipelineLayout(ShardedLayout):
     """Pipeline parallelism: a process holds the layers of its stage, replicated or sharded within the stage's ranks."""
 
-    def load_optimizer(
-        self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
-    ) -> bool:
+    def load_optimizer(self, folder: Path, model: Any, trained: Trained, build: Build) -> bool:
         """Load the states of this stage's parameters."""
         if (folder / OPTIMIZER_SHARDS).is_dir():
-            load_optimizer_shards(folder, parameters, optimizer, is_part=True)
+            load_optimizer_shards(folder, trained, is_part=True)
             return True
         whole = build_whole_on_meta(model)
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
         # An unsharded file numbers the parameters of the whole model in the order of its groups. A whole model on the
         # meta device has the same groups, from which names and so this stage's parameters follow.
         numbered = [[names[id(parameter)] for parameter in group["params"]] for group in build(whole).param_groups]
-        groups = [[parameters.get(name) for name in group] for group in numbered]
-        load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
+        groups = [[trained.parameters.get(name) for name in group] for group in numbered]
+        load_whole_optimizer(folder / OPTIMIZER_NAME, trained.optimizer, groups)
         return True
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
@@ -338,20 +319,20 @@ class PipelineLayout(ShardedLayout):
         return shapes
 
 
-def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+def load_trained(place: Path, trained: Trained) -> None:
     """Load files of ``save_trained`` from any layout into parameters of any layout; every process must call.
 
     Args:
         place: Path prefix of the files, as for ``save_trained``.
-        parameters: Trained parameters by name, filled in place.
-        optimizer: Optimizer of ``parameters``, filled in place.
+        trained: Parameters and optimizer, filled in place.
 
     Raises:
-        DataError: The names of the saved weights differ from those of ``parameters``.
+        DataError: The names of the saved weights differ from those of ``trained``.
     """
+    parameters, optimizer = trained.parameters, trained.optimizer
     if (place / MODEL_SHARDS).is_dir():
         load_model_shards(place, parameters)
-        load_optimizer_shards(place, parameters, optimizer)
+        load_optimizer_shards(place, trained)
         return
     weights = load_file(f"{place}.safetensors")
     if weights.keys() != parameters.keys():

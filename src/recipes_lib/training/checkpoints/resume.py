@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import platform
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.schedule import PretrainingPlan, agree_until, count_run_tokens, plan_pretraining
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import (
+    BATCH_KEYS,
+    GENERATION_KEY,
     Record,
     find_damage,
     find_unreadable,
@@ -26,12 +29,6 @@ from recipes_lib.training.checkpoints.manifest import (
 )
 from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
-
-BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Keys whose product with the world size is the global batch size; only the product affects the result."""
-
-GENERATION_KEY: Final = "steps_per_generation"
-"""Key for the micro-batches whose answers are sampled together, if they differ from those of an optimizer step."""
 
 
 def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
@@ -98,7 +95,12 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     # Checkpoints from before model parallelism have no data_size; every process was a data-parallel rank.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
-    accumulation = _share_rows(config, launch, rows)
+    taken = {"gradient_accumulation_steps": rows}
+    if (written := config.training.get(GENERATION_KEY)) is not None:
+        per_device: int = read_training(before, "per_device_train_batch_size")
+        taken[GENERATION_KEY] = per_device * (record.get(GENERATION_KEY) or written) * data_size
+    planned = _share_evenly(config, launch, taken)
+    accumulation = planned["gradient_accumulation_steps"]
     accumulated = read_training(before, "gradient_accumulation_steps")
     # With these keys, another number of micro-batches changes the rows of past and future steps.
     batch_ramp_tokens, drop_last = config.schedule.batch_ramp_tokens, config.training.get("dataloader_drop_last")
@@ -106,12 +108,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     if key and accumulation != accumulated:
         found = f"{key} counts whole micro-batches, {accumulated} per step at the checkpoint and {accumulation} now"
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
-        raise ConfigError(Problem(config.provenance.get(key, key), found, remedy))
-    planned = {"gradient_accumulation_steps": accumulation}
-    if (written := config.training.get(GENERATION_KEY)) is not None:
-        micro_batches = record.get(GENERATION_KEY) or written
-        answers = read_training(before, "per_device_train_batch_size") * micro_batches * data_size
-        planned[GENERATION_KEY] = _share_answers(config, launch, answers)
+        raise ConfigError(Problem(config.locate(key), found, remedy))
     changed = [f"{key} is {value}" for key, value in planned.items() if config.read(key) != value]
     if not changed:
         return config, None
@@ -190,43 +187,39 @@ def seed_process(seed: int, step: int, rank: int) -> None:
     set_seed(int.from_bytes(digest[:4], "big"))
 
 
-def _share_rows(config: RecipeConfig, launch: Launch, rows: int) -> int:
+def _share_evenly(config: RecipeConfig, launch: Launch, taken: Mapping[str, int]) -> dict[str, int]:
+    """Return the micro-batches that each process computes, by the key that counts them.
+
+    Args:
+        config: The run.
+        launch: Present launch.
+        taken: Rows of a step by ``gradient_accumulation_steps``, and answers of a generation by ``GENERATION_KEY``.
+
+    Raises:
+        ConfigError: One of them is not divisible by the rows of a micro-batch on all data-parallel ranks.
+    """
     per_device: int = config.read("per_device_train_batch_size")
-    accumulation, rest = divmod(rows, per_device * launch.data_size)
-    if not rest:
-        return accumulation
-    where = config.provenance.get("per_device_train_batch_size", "per_device_train_batch_size")
+    rows, *answers = taken.values()
+    common = math.gcd(rows, *answers)
+    if not common % (per_device * launch.data_size):
+        return {key: number // (per_device * launch.data_size) for key, number in taken.items()}
+    where = config.locate("per_device_train_batch_size")
+    sampled = f" and samples {answers[0]} answers at a time" if answers else ""
     found = (
-        f"a step of this run takes {rows} rows, which {launch.data_size} processes with {per_device} rows each "
-        "cannot share evenly"
+        f"a step of this run takes {rows} rows{sampled}, which {launch.data_size} processes with {per_device} rows "
+        "each cannot share evenly"
     )
-    numbers = [number for number in range(1, rows // per_device + 1) if not rows % (per_device * number)]
-    choices = [f"start {_list_choices(numbers)} processes"] if numbers else []
-    if not rows % launch.data_size:
-        share = rows // launch.data_size
-        sizes = [size for size in range(1, share + 1) if not share % size]
+    choices = [] if common % per_device else [f"start {_list_divisors(common // per_device)} processes"]
+    if not common % launch.data_size:
         choices.append(
-            f"write per_device_train_batch_size and gradient_accumulation_steps whose product is {share} "
-            f"(the former {_list_choices(sizes)})"
+            "write per_device_train_batch_size and gradient_accumulation_steps whose product is "
+            f"{rows // launch.data_size} (the former {_list_divisors(common // launch.data_size)})"
         )
     raise ConfigError(Problem(where, found, ", or ".join(choices)))
 
 
-def _share_answers(config: RecipeConfig, launch: Launch, answers: int) -> int:
-    per_device: int = config.read("per_device_train_batch_size")
-    steps, rest = divmod(answers, per_device * launch.data_size)
-    if rest:
-        found = (
-            f"{answers} answers of this run are sampled at a time, which {launch.data_size} processes with "
-            f"{per_device} rows each cannot share evenly"
-        )
-        remedy = "start as many processes as before, or write a smaller per_device_train_batch_size"
-        raise ConfigError(Problem(config.provenance.get(GENERATION_KEY, GENERATION_KEY), found, remedy))
-    return steps
-
-
-def _list_choices(numbers: list[int]) -> str:
-    *others, last = [str(number) for number in numbers]
+def _list_divisors(number: int) -> str:
+    *others, last = [str(divisor) for divisor in range(1, number + 1) if not number % divisor]
     return f"{', '.join(others)} or {last}" if others else last
 
 

@@ -30,8 +30,10 @@ from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.quantities import format_bytes
 from recipes_lib.training.checkpoints.manifest import (
+    BATCH_KEYS,
     COMPLETE,
     DRY_RUN,
+    GENERATION_KEY,
     STAGING,
     find_wrong_size,
     flush_files,
@@ -39,7 +41,6 @@ from recipes_lib.training.checkpoints.manifest import (
     rotate,
     write_complete,
 )
-from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
@@ -494,7 +495,7 @@ class CheckpointSaver:
             "data_size": self._data_size or self._args.world_size,
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
-            **{key: record.get(key) for key in ("config_fingerprint", "versions")},
+            "versions": record.get("versions"),
             # Lets a run resume if its run.json is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }

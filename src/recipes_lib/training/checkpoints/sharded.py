@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +36,14 @@ OPTIMIZER_SHARDS: Final = "optimizer_shards"
 _GROUPS: Final = "param_groups.json"
 _SEPARATOR: Final = " of "
 """Separator in names of stored optimizer states, such as ``exp_avg of model.norm.weight``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Trained parameters, by the names under which a checkpoint stores their states, and their optimizer."""
+
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
 
 
 def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -126,21 +135,18 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def copy_optimizer_shards(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saver: CheckpointSaver
-) -> Task:
+def copy_optimizer_shards(folder: Path, trained: Trained, saver: CheckpointSaver) -> Task:
     """Copy the local shards of optimizer states, and return a task that writes them; every process must call and run.
 
     Parameter groups are the same on all ranks; rank 0 writes them as JSON.
 
     Args:
         folder: Checkpoint folder.
-        parameters: Parameters of the optimizer, by the names under which states are stored.
-        optimizer: Optimizer after at least one step.
+        trained: Parameters and optimizer after at least one step.
         saver: Saver that copies tensors to host memory.
     """
-    states = _copy(_read_states(parameters, optimizer), saver)
-    groups = [_describe_group(group) for group in optimizer.param_groups]
+    states = _copy(_read_states(trained), saver)
+    groups = [_describe_group(group) for group in trained.optimizer.param_groups]
 
     def write() -> None:
         write_shards(folder / OPTIMIZER_SHARDS, states, saver.group)
@@ -150,22 +156,15 @@ def copy_optimizer_shards(
     return write
 
 
-def load_optimizer_shards(
-    folder: Path,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    *,
-    is_part: bool = False,
-) -> None:
+def load_optimizer_shards(folder: Path, trained: Trained, *, is_part: bool = False) -> None:
     """Load optimizer states at any world size; every process must call.
 
     Args:
         folder: Checkpoint folder.
-        parameters: Trained parameters by name, sharded or not.
-        optimizer: Optimizer of ``parameters`` with the saved one's parameter groups; it may have no states yet.
+        trained: Parameters, sharded or not, and an optimizer with the saved one's groups; it may have no states yet.
         is_part: Whether to ignore states of parameters that other pipeline stages hold.
     """
-    source = folder / OPTIMIZER_SHARDS
+    source, parameters = folder / OPTIMIZER_SHARDS, trained.parameters
     states: dict[str, Tensor] = {}
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, tensor in _read_described(source).items():
@@ -178,7 +177,7 @@ def load_optimizer_shards(
         value = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
         states[full_name] = by_parameter.setdefault(parameters[name], {})[key] = value
     _load(source, states)
-    _restore(optimizer, by_parameter, read_json(source / _GROUPS))
+    _restore(trained.optimizer, by_parameter, read_json(source / _GROUPS))
 
 
 def load_whole_optimizer(
@@ -249,24 +248,18 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
         raise BrokenSaveError(f"{folder / MODEL_SHARDS}: {list_first(faults)}")
 
 
-def compare_own_shards(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def compare_own_shards(folder: Path, weights: Mapping[str, Tensor], trained: Trained) -> None:
     """Compare the shards that this process wrote with the live ones, bit for bit.
 
     Args:
         folder: Checkpoint folder.
         weights: Weights passed to ``copy_model_shards``, unchanged since.
-        parameters: Parameters passed to ``copy_optimizer_shards``.
-        optimizer: Optimizer passed to ``copy_optimizer_shards``, unchanged since.
+        trained: Passed to ``copy_optimizer_shards``, unchanged since.
 
     Raises:
         BrokenSaveError: A tensor differs.
     """
-    live = {MODEL_SHARDS: weights, OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
+    live = {MODEL_SHARDS: weights, OPTIMIZER_SHARDS: _read_states(trained)}
     for name, tensors in live.items():
         for file in _list_files(folder / name, get_rank()):
             with safe_open(file, framework="pt") as saved:
@@ -275,11 +268,11 @@ def compare_own_shards(
                         raise BrokenSaveError(f"{file}: {key} differs from the tensor in memory")
 
 
-def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+def _read_states(trained: Trained) -> dict[str, Tensor]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.parameters.items()}
     return {
         f"{key}{_SEPARATOR}{names[parameter]}": _widen(torch.as_tensor(value))
-        for parameter, states in optimizer.state.items()
+        for parameter, states in trained.optimizer.state.items()
         for key, value in states.items()
         if value is not None
     }

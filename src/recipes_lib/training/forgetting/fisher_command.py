@@ -118,7 +118,7 @@ def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
             tokenizer_revision=None,
         )
     if config.model.model_name_or_path is None:
-        where = config.provenance.get("output_dir", "output_dir")
+        where = config.locate("output_dir")
         raise ConfigError(Problem(where, f"{output_dir} has no model yet", "run the recipe first"))
     return config.model
 

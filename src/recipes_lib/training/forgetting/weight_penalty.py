@@ -146,7 +146,7 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
     """
     if not config.forgetting.ewc_lambda:
         return None
-    where = config.provenance["ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda"]
+    where = config.locate("ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda")
     model, fisher, expected = find_reference(config)
     with reported_at(where):
         reference = load_causal_lm(model, "eager")
@@ -167,7 +167,7 @@ def find_reference(config: RecipeConfig) -> tuple[ModelConfig, Mapping[str, Tens
         model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
     if keys.ewc_fisher != "diagonal":
         return model, None, ""
-    where = config.provenance["ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda"]
+    where = config.locate("ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda")
     fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)
     if record.get("model_name_or_path") is not None:
         name, revision = record["model_name_or_path"], record.get("model_revision")

@@ -77,7 +77,7 @@ def verify_expected_curve(config: RecipeConfig, num_tokens: int, *, has_eval: bo
     if (path := config.pretraining.expected_curve) is None:
         return
     curve, expected = _read_expected_curve(Path(path))
-    where = config.provenance["expected_curve"]
+    where = config.locate("expected_curve")
     if abs(num_tokens / expected - 1) > _TOLERANCE:
         found = f"{path} is the curve of {expected:,.0f} tokens, and this run has {num_tokens:,}"
         remedy = "predict this run: `recipes scale predict --config FILE --fit scaling.json --output curve.json`"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from recipes_lib.errors import PreemptedError
@@ -93,45 +93,35 @@ class LastStep(TrainerCallback):
         self._restore_random: Callable[[], None] | None = None
         self._saved_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Read the checkpoint's step and last evaluation; a resumed run skips ``eval_on_start``."""
         self._saved_step, self._restore_random = state.global_step, None
         self._trainer.last_evaluated_step = read_evaluation(args, state)[0]
         if state.global_step > 0:
             args.eval_on_start = False
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Run an interrupted evaluation; in this event, because all callbacks are initialised by then."""
         self._trainer.run_pending_evaluation()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start timing a step."""
         WATCHDOG.enter("a step" if self._restore_random is not None else "the first step")
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Report a finished micro-batch to the watchdog."""
         WATCHDOG.beat()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Keep the random states of this step: drawing the next batch changes them before a stop request is seen."""
         self._restore_random = save_random_states()
         WATCHDOG.finish_step()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Record that the last step is saved."""
         self._saved_step = state.global_step
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save nothing from here on if the model has the best weights, which are not those of the last step."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._restore_random = None

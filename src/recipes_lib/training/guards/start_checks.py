@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.masking import IGNORE_INDEX
@@ -50,9 +50,7 @@ class AdapterChecks(TrainerCallback):
         self._frozen: dict[str, Tensor] = {}
         self._is_first_step = True
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify that a new adapter has no effect, and sample the frozen tensors."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
@@ -60,16 +58,14 @@ class AdapterChecks(TrainerCallback):
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_weights(model, trained=False)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify after the first step of this process that the base weights are unchanged."""
         if self._is_first_step:
             self._is_first_step = False
             verify_frozen(self._frozen, kwargs["model"])
             self._say(f"adapter: all {len(self._frozen)} frozen tensors are unchanged")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify that the base is unchanged."""
         verify_frozen(self._frozen, kwargs["model"])
 
@@ -163,9 +159,7 @@ class StartChecks(TrainerCallback):
         self._num_steps = 0
         self._trained: dict[str, Tensor] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Log the parameter groups: optimizer, learning rate, weight decay, lossy weights; verify the schedule."""
         verify_schedule(kwargs["lr_scheduler"], state.max_steps)
         for line in report_optimizer(kwargs["optimizer"], kwargs["model"], args):
@@ -174,9 +168,7 @@ class StartChecks(TrainerCallback):
         is_checked = not state.global_step and not self._trainer.is_deepspeed_enabled
         self._trained = sample_weights(kwargs["model"], trained=True) if is_checked else {}
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify gradient accumulation; in this event, because all callbacks are initialised by then."""
         if self._is_begun or self._trainer.stops_at_end():
             return
@@ -196,9 +188,7 @@ class StartChecks(TrainerCallback):
         else:
             self._faults = dict.fromkeys(names, "it has no gradient")
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that every trained tensor gets a gradient within the first steps."""
         if not self._faults:
             return
@@ -221,7 +211,7 @@ class StartChecks(TrainerCallback):
                 self._trainer.observer.progress.say(line)
                 self._faults = {}
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify ``MAX_STEPS`` steps after the warm-up, or after the last step, that weights have changed."""
         last = min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps)
         # The learning rate of the first step may be 0.

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import SaveStrategy
 
@@ -189,9 +189,7 @@ class StepGuard(TrainerCallback):
             # Outside of the handler, so that the exception and its frames, which hold the step's tensors, are freed.
             resume_from_checkpoint = self._go_back(rollback)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Restore the windows from the checkpoint; save ``checkpoint-0`` as a first target of rollbacks."""
         stored: Any = state.stateful_callbacks
         self._monitor.restore(stored.get(STATE_KEY, {}))
@@ -204,9 +202,7 @@ class StepGuard(TrainerCallback):
         if self._keys.max_rollbacks and is_saved and state.global_step == 0 and not self.rollbacks.made:
             self._trainer._save_checkpoint(self._trainer.model_wrapped, None)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prepare a replay if one is due."""
         self._replay.begin(state.global_step + 1)
 
@@ -221,7 +217,7 @@ class StepGuard(TrainerCallback):
                 ``MAX_SKIPPED`` times in a row; or there is a spike after the last of ``max_rollbacks``.
         """
         trainer = self._trainer
-        # A mean, because each process's loss is multiplied by the world size (``compute_share``). Every rank gets the
+        # A mean, because each process's loss is multiplied by the world size (``compute_loss``). Every rank gets the
         # same two figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
         total = trainer.accelerator.reduce(share, reduction="mean")

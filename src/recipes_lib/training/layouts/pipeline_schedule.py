@@ -25,7 +25,7 @@ from recipes_lib.training.layouts.fsdp import compute_total_norm, get_local, has
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
-from recipes_lib.training.trainers.recipe_trainer import Batch
+from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -359,19 +359,11 @@ class PipelineTrainer(PretrainTrainer):
         losses.append(self._shares[len(losses)])
         return losses[-1]
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Return the loss of a batch in evaluation, the same on every stage."""
-        del inputs["num_tokens"]
+    def score_batch(self, model: nn.Module, inputs: Batch) -> BatchLoss:
+        """Return the loss of a batch in evaluation, an equal share on each rank of the pipeline."""
         outputs = model(**inputs, loss_head=True)
-        num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
-        loss = outputs.nll_sum * (self._mesh.replicas.size() / num_targets)
-        return (loss, outputs) if return_outputs else loss
+        share = outputs.nll_sum * (self._mesh.replicas.size() / self.accelerator.num_processes)
+        return BatchLoss(share, outputs.num_targets, outputs.num_targets, outputs.num_correct, None)
 
     def _run_step(self) -> Sequence[torch.Tensor]:
         """Compute the gradients of a step; return the loss share of each micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,7 +102,11 @@ class MetricsCallback(TrainerCallback):
             self.meter.stop()
             self.counter.synchronise(self.group)
             stored: Any = state.stateful_callbacks
-            stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds, "joules": self.meter.joules}
+            stored[STATE_KEY] = {
+                **self.counter.totals._asdict(),
+                "seconds": self.meter.seconds,
+                "joules": self.meter.joules,
+            }
 
     # For the ``epoch`` strategies of logging, evaluation and saving.
     on_epoch_end = on_step_end
@@ -224,33 +229,37 @@ def find_exhausted(
 class TermMetrics(TrainerCallback):
     """Adds means of loss terms, over the steps since the last log, to the metrics of a logged step.
 
+    Sums under the same names share their divisor; those under others, such as the sums of another kind of step, have
+    another.
+
     Source: ``tests/training/monitoring/test_callbacks.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self) -> None:
         """Initialise without terms."""
-        self._num_terms: int | Tensor = 0
-        self._sums: dict[str, Tensor] = {}
+        self._groups: dict[tuple[str, ...], list[int | Tensor]] = {}  # By names: the number of terms, and the sums.
 
     def add(self, sums: Mapping[str, Tensor], num_terms: int | Tensor) -> None:
         """Add the sums of a micro-batch; scalar tensors stay on their device, without synchronisation."""
-        self._num_terms += num_terms
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        names = tuple(sorted(sums))
+        added: list[int | Tensor] = [num_terms, *(sums[name] for name in names)]
+        before = self._groups.get(names)
+        self._groups[names] = added if before is None else list(map(operator.add, before, added))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Drop the sums of steps that were rolled back."""
-        self._num_terms, self._sums = 0, {}
+        self._groups = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add the means over all ranks to the metrics of a training step."""
         if "loss" not in logs:
             return
-        names = sorted(self._sums)
-        num_terms, *sums = sum_over_processes(read_together([self._num_terms, *(self._sums[name] for name in names)]))
-        if num_terms:
-            logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True) if name != "loss"})
-        self._num_terms, self._sums = 0, {}
+        # Sorted, because the reduction is positional.
+        for names, values in sorted(self._groups.items(), key=lambda group: group[0]):
+            num_terms, *sums = sum_over_processes(read_together(values))
+            if num_terms:
+                logs.update({name: value / num_terms for name, value in zip(names, sums, strict=True)})
+        self._groups = {}
 
 
 class WeightMonitor(TrainerCallback):

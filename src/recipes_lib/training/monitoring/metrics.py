@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -26,8 +26,8 @@ from recipes_lib.training.collectives import sum_over_processes
 METRICS_FILE = "metrics.jsonl"
 
 
-class StepCounter:
-    """Token counts since the start of the run, over all processes as of the last ``synchronise``.
+class Counts(NamedTuple):
+    """Token counts, by their names in a checkpoint.
 
     Attributes:
         num_tokens: Number of tokens without padding.
@@ -35,8 +35,20 @@ class StepCounter:
         num_correct: Number of targets with the model's highest logit.
     """
 
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_correct: int = 0
+
+
+class StepCounter:
+    """Token counts of a run.
+
+    Attributes:
+        totals: Counts since the start of the run, over all processes as of the last ``synchronise``.
+    """
+
     def __init__(self) -> None:
-        self.num_tokens = self.num_targets = self.num_correct = 0
+        self.totals = Counts()
         self._pending: list[int | Tensor] = [0, 0, 0]
 
     def add(self, num_tokens: int | Tensor, num_targets: int | Tensor, num_correct: int | Tensor = 0) -> None:
@@ -46,20 +58,14 @@ class StepCounter:
 
     def synchronise(self, group: distributed.ProcessGroup | None = None) -> None:
         """Add the counts of all processes of ``group`` to the totals; collective."""
-        tokens, targets, correct = sum_over_processes(read_together(self._pending), group)
+        counts = sum_over_processes(read_together(self._pending), group)
         self._pending = [0, 0, 0]
-        self.num_tokens += int(tokens)
-        self.num_targets += int(targets)
-        self.num_correct += int(correct)
-
-    def totals(self) -> dict[str, int]:
-        """Return the totals by name, to be stored in a checkpoint."""
-        return {"num_tokens": self.num_tokens, "num_targets": self.num_targets, "num_correct": self.num_correct}
+        self.totals = Counts(*(before + int(count) for before, count in zip(self.totals, counts, strict=True)))
 
     def restore(self, totals: Mapping[str, Any]) -> None:
         """Restore the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
-        self.num_tokens, self.num_targets, self.num_correct = (totals.get(name, 0) for name in self.totals())
+        self.totals = Counts(*(totals.get(name, 0) for name in Counts._fields))
 
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
@@ -106,9 +112,8 @@ class ThroughputMeter:
 
     def begin(self, seconds: float = 0.0, joules: float = 0.0) -> None:
         """Start a window with the clock stopped at ``seconds``: 0, or time and energy of a checkpoint."""
-        counter = self._counter
         self.seconds, self.joules, self._resumed_at = seconds, joules, None
-        self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
+        self._window = (seconds, self._counter.totals)
 
     def stop(self) -> None:
         """Stop the clock."""
@@ -128,23 +133,21 @@ class ThroughputMeter:
         The clock must be stopped and the counter synchronised. A rate is ``None`` if no time has passed.
         """
         assert self._resumed_at is None
-        counter = self._counter
-        began, tokens_before, targets_before, correct_before = self._window
-        seconds = self.seconds - began
-        num_tokens = counter.num_tokens - tokens_before
-        num_targets = counter.num_targets - targets_before
+        began, before = self._window
+        totals, seconds = self._counter.totals, self.seconds - began
+        num_tokens, num_targets, num_correct = (now - then for now, then in zip(totals, before, strict=True))
         self.begin(self.seconds, self.joules)
         mfu = None
         if self._flops and self._peak_flops and seconds:
             mfu = self._flops.total(num_tokens, num_targets) / (seconds * self._peak_flops)
         return {
-            "token_accuracy": (counter.num_correct - correct_before) / num_targets if num_targets else None,
-            "num_tokens": counter.num_tokens,
-            "num_target_tokens": counter.num_targets,
+            "token_accuracy": num_correct / num_targets if num_targets else None,
+            "num_tokens": totals.num_tokens,
+            "num_target_tokens": totals.num_targets,
             "tokens_per_second": num_tokens / seconds if seconds else None,
             "target_tokens_per_second": num_targets / seconds if seconds else None,
             "mfu": mfu,
-            "num_flops": self._flops.total(counter.num_tokens, counter.num_targets) if self._flops else None,
+            "num_flops": self._flops.total(totals.num_tokens, totals.num_targets) if self._flops else None,
             "memory_bytes": read_peak_memory(),
             "seconds": self.seconds,
             **({"energy_joules": self.joules} if self.joules else {}),

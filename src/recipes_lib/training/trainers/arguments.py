@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -78,32 +78,26 @@ def verify_fp8_layers(model: nn.Module) -> None:
 
 # Rows are already tokenised, masked and packed: disables TRL's own preparation.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
-_ARGUMENT_CLASSES: Final = {
-    "sft": SFTConfig,
-    "lora": SFTConfig,
-    "reward": RewardConfig,
-    "dpo": DPOConfig,
-    "distill": SFTConfig,
-    "rloo": RLOOConfig,
-    "grpo": GRPOConfig,
+# An evaluation samples one answer per prompt.
+_SAMPLED: Final = {"num_generations_eval": 1}
+_OF_RECIPE: Final[Mapping[str, tuple[type[TrainingArguments], Mapping[str, Any]]]] = {
+    "sft": (SFTConfig, _PREPARED),
+    "lora": (SFTConfig, _PREPARED),
+    "distill": (SFTConfig, _PREPARED),
+    "reward": (RewardConfig, {"max_length": None}),
+    "dpo": (DPOConfig, {"max_length": None}),
+    "rloo": (RLOOConfig, _SAMPLED),
+    "grpo": (GRPOConfig, _SAMPLED),
+    "ppo": (TrainingArguments, {}),
+    # ``PretrainTrainer`` builds its own scheduler, whose warm-up and decay are measured in tokens.
+    "pretrain": (TrainingArguments, {"lr_scheduler_type": "constant", "warmup_steps": 0}),
 }
+"""Recipe -> class of its arguments, and those that the user cannot set."""
 _LOWER_IS_BETTER: Final = re.compile(
     r"(?:^|[/_])(?:\w*loss|nll|kl|\w*divergence|\w*perplexity|bits_per_byte|brier_score|ece|error(?:_rate)?|[wct]er|r?mse"
     r"|mae|s?mape|unparsable|seconds)$"
 )
 """Names of metrics of which less is better; ``TrainingArguments`` recognises names that end in ``loss`` only."""
-_RECIPE_OVERRIDES: dict[str, dict[str, Any]] = {
-    "sft": _PREPARED,
-    "lora": _PREPARED,
-    "reward": {"max_length": None},
-    "dpo": {"max_length": None},
-    "distill": _PREPARED,
-    # An evaluation samples one answer per prompt.
-    "rloo": {"num_generations_eval": 1},
-    "grpo": {"num_generations_eval": 1},
-    # ``PretrainTrainer`` builds its own scheduler, whose warm-up and decay are measured in tokens.
-    "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
-}
 _OVERRIDES: dict[str, Any] = {
     "disable_tqdm": True,
     "remove_unused_columns": False,
@@ -159,7 +153,7 @@ def build_training_arguments(
     # passes an option of DDP by its deprecated name.
     warnings.filterwarnings("ignore", r"`(torch\.distributed\.\w+|broadcast_buffers)` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_RECIPE_OVERRIDES.get(config.recipe, {}), **_OVERRIDES, **precision}
+    arguments = {**config.training, **_OF_RECIPE[config.recipe][1], **_OVERRIDES, **precision}
     # Every parameter contributes to every loss; searching for unused ones traverses the graph once more per step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     # Buffers of language models, such as rotary frequencies, are constants: a broadcast per step would not change them.
@@ -211,7 +205,7 @@ def build_training_arguments(
 def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) -> TrainingArguments:
     backend = arguments.get("ddp_backend")
     if backend and not torch.distributed.is_backend_available(backend):
-        where, found = config.provenance.get("ddp_backend", "ddp_backend"), f"this torch has no backend {backend!r}"
+        where, found = config.locate("ddp_backend"), f"this torch has no backend {backend!r}"
         raise ConfigError(Problem(where, found, "delete the line: the default is nccl on GPUs and gloo on CPUs"))
     if launch.world_size == 1:
         # accelerate 1.15 would look for a process group.
@@ -221,11 +215,11 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
         timeout = timedelta(seconds=arguments.get("ddp_timeout", TrainingArguments.ddp_timeout))
         torch.distributed.init_process_group(backend or "gloo", timeout=timeout)
     try:
-        args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
+        args = _OF_RECIPE[config.recipe][0](**arguments)
     except ValueError as error:
         # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
         key = next((name for name in config.training if name in str(error)), "training arguments")
-        raise ConfigError(Problem(config.provenance.get(key, key), str(error), "change the key")) from error
+        raise ConfigError(Problem(config.locate(key), str(error), "change the key")) from error
     except NotImplementedError as error:
         # accelerate refuses several RTX 40 GPUs with a driver before 550, also for one process.
         raise ConfigError(Problem("launch", str(error), "update the driver, or start by `recipes launch`")) from error

@@ -431,7 +431,7 @@ def verify_reference(config: RecipeConfig, policy_config: PreTrainedConfig) -> M
     size, own = (each.get_text_config().vocab_size for each in (load_model_config(chosen)[0], policy_config))
     if size != own:
         found = f"{chosen.model_name_or_path} has a vocabulary of {size:,} tokens and the policy one of {own:,}"
-        where = config.provenance["ref_model_name_or_path"]
+        where = config.locate("ref_model_name_or_path")
         raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
     return chosen
 
@@ -444,7 +444,7 @@ def _load_reference(
     Raises:
         ConfigError: As ``prepare_reference``.
     """
-    where = config.provenance.get("ref_model_name_or_path", "ref_model_name_or_path")
+    where = config.locate("ref_model_name_or_path")
     with reported_at(where):
         chosen = verify_reference(config, policy.config)
         reference = load_causal_lm(chosen, attention.implementation)

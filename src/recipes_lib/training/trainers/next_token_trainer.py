@@ -24,9 +24,9 @@ from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
+from recipes_lib.training.monitoring.callbacks import WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
-from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
+from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss, RecipeTrainer
 
 POSITIONS: Final = "target_positions"
 """Batch key: indices of targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``, computed by the data loader."""
@@ -61,21 +61,11 @@ class NextTokenTrainer(RecipeTrainer):
         masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX), POSITIONS: batch[POSITIONS][:0]}
         return {**batch, **masked, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
-        num_tokens = inputs.pop("num_tokens")
+    def score_batch(self, model: nn.Module, inputs: Batch) -> BatchLoss:
+        """Return the negative log-likelihood of the targets, in nats."""
         outputs = model(**inputs, loss_head=True)
-        loss = self.compute_share(
-            outputs.nll_sum, outputs.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens
-        )
-        self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
-        return (loss, outputs) if return_outputs else loss
+        num_targets = outputs.num_targets
+        return BatchLoss(outputs.nll_sum, num_targets, num_targets, outputs.num_correct, outputs.aux_loss)
 
 
 def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
@@ -107,37 +97,23 @@ class SFTTrainer(NextTokenTrainer):
         """
         super().__init__(**kwargs)
         self.base = base
-        self.base_figures = TermMetrics()
         if base is not None:
             base.prepare(self.accelerator)
-            self.add_figures(self.base_figures)
 
     def list_frozen(self) -> list[Any]:
         """Return the initial model of ``kl_to_base``, unless it is the trained one without its adapter."""
         return [] if self.base is None or self.base.model is None else [self.base.model]
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    def score_batch(self, model: nn.Module, inputs: Batch) -> BatchLoss:
         """Return the loss of ``NextTokenTrainer``, plus the weighted divergence to the base model."""
         if self.base is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
-        outputs = self.base.score(model, inputs, labels, inputs.pop(POSITIONS, None))
+            return super().score_batch(model, inputs)
+        labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS, None)
+        outputs = self.base.score(model, inputs, labels, positions)
         sums: DistillationSums = outputs.result
-        weighed = self.base.weigh(sums)
-        loss = self.compute_share(weighed, sums.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens)
-        self.base_figures.add({KL_TO_BASE: sums.divergence_sum}, sums.num_targets)
-        self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
-        return (loss, outputs) if return_outputs else loss
-
-    def build_stand_ins(self) -> dict[str, Any]:
-        """Return those of ``RecipeTrainer``, and an empty metric of the divergence."""
-        return super().build_stand_ins() | {"base_figures": TermMetrics()}
+        loss_sum, figures = self.base.weigh(sums), {KL_TO_BASE: sums.divergence_sum}
+        num_targets = sums.num_targets
+        return BatchLoss(loss_sum, num_targets, num_targets, sums.num_correct, outputs.aux_loss, figures)
 
 
 class SaveBeforeDecay(TrainerCallback):

@@ -59,14 +59,12 @@ class PairScores:
     num_correct: Tensor | int = 0
     aux_loss: Tensor | None = None
 
-    def sums(self, num_pairs: int | None = None) -> dict[str, Tensor]:
-        """Return the sum of the loss and of every metric over all pairs, or over the first ``num_pairs``; scalars.
+    def sums(self) -> dict[str, Tensor]:
+        """Return the sum of the loss and of every metric over all pairs; scalars.
 
         For means over several batches, add the sums, then divide by the number of pairs.
         """
-        return {
-            name: values[:num_pairs].detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()
-        }
+        return {name: values.detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()}
 
 
 def count_pairs(batch: Batch) -> int:
@@ -235,7 +233,7 @@ def verify_pair_attention(
             verify_isolation(model, "flat" if attention.layout == "flat" else "rows")
         except ConfigError as error:
             if attention.layout == "flat":
-                where = config.provenance.get("attn_implementation", "attn_implementation")
+                where = config.locate("attn_implementation")
                 raise ConfigError(Problem(where, error.problems[0].found, "use sdpa or eager")) from error
             # One document per row needs no isolation.
             attention = replace(attention, packing=False, reason=attention.reason or error.problems[0].found)
@@ -258,5 +256,5 @@ def _collate(collate: PairCollator, rows: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _refuse(config: RecipeConfig, reason: str) -> ConfigError:
-    where = config.provenance.get("shared_prompt", "shared_prompt")
+    where = config.locate("shared_prompt")
     return ConfigError(Problem(where, f"prompts cannot be shared: {reason}", "delete the line, or write false"))

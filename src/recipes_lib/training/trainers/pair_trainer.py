@@ -13,27 +13,16 @@ from trl import RewardConfig
 from recipes_lib.config.schema import PreferenceConfig
 from recipes_lib.losses.preference import compute_bradley_terry
 from recipes_lib.models.inference import find_device
-from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import Batch, PairScores, count_pairs, read_inputs
-from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
+from recipes_lib.training.trainers.recipe_trainer import BatchLoss, RecipeTrainer
 
 
 class PairTrainer(RecipeTrainer):
-    """``RecipeTrainer`` whose objective is a mean over pairs.
+    """``RecipeTrainer`` whose objective is a mean over pairs; its ``data_collator`` is from ``build_pair_collator``.
 
     The loss of a step, including the last of an epoch, does not depend on micro-batch size and number of ranks
     (``tests/distributed/test_pairs.py``).
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        """Initialise the trainer.
-
-        Args:
-            **kwargs: As ``RecipeTrainer``; ``data_collator`` is that of ``build_pair_collator``.
-        """
-        super().__init__(**kwargs)
-        self.figures = TermMetrics()
-        self.add_figures(self.figures)
 
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
@@ -47,26 +36,13 @@ class PairTrainer(RecipeTrainer):
         """Return the batch without pairs that count, for the collectives of other ranks only."""
         return {**batch, "num_counted_pairs": 0, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        """Return this process's share of the step's mean loss per pair."""
-        scores = self.score_pairs(model, inputs)
-        counted = count_pairs(inputs)
-        loss_sum, num_tokens = scores.losses[:counted].sum(), inputs["num_tokens"]
-        loss = self.compute_share(loss_sum, counted, num_items_in_batch, scores.aux_loss, num_tokens)
-        self.figures.add(scores.sums(counted), counted)
-        if counted:
-            self.observer.counter.add(num_tokens, scores.num_targets, scores.num_correct)
-        return (loss, scores) if return_outputs else loss
-
-    def build_stand_ins(self) -> dict[str, Any]:
-        """Return those of ``RecipeTrainer``, and empty metrics of pairs."""
-        return super().build_stand_ins() | {"figures": TermMetrics()}
+    def score_batch(self, model: nn.Module, inputs: dict[str, Any]) -> BatchLoss:
+        """Return the loss of the pairs that count."""
+        scores, counted = self.score_pairs(model, inputs), count_pairs(inputs)
+        num_targets, num_correct = (scores.num_targets, scores.num_correct) if counted else (0, 0)
+        figures = {name: values[:counted].detach().sum() for name, values in scores.figures.items()}
+        loss_sum = scores.losses[:counted].sum()
+        return BatchLoss(loss_sum, counted, num_targets, num_correct, scores.aux_loss, figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     eval_names = _shorten(list(tokens.eval))
     if taken := [name for name in eval_names if name in tokens.eval_sets]:
         found = f"`eval_datasets` has a set {taken[0]!r}, which is also the name of rows held out of a source"
-        raise ConfigError(Problem(config.provenance.get("eval_datasets", "eval_datasets"), found, "rename the set"))
+        raise ConfigError(Problem(config.locate("eval_datasets"), found, "rename the set"))
     return PretrainingRows(
         plan=plan,
         train=TokenDataset(

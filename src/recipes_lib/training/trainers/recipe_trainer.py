@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from recipes_lib.training.layouts.launch_environment import Launch, verify_engin
 from recipes_lib.training.monitoring.callbacks import (
     EVALUATION_KEY,
     Observer,
+    TermMetrics,
     name_metric,
     tolerate_tracker_failures,
 )
@@ -58,11 +59,31 @@ from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp
 Batch = dict[str, Any]
 
 
+class BatchLoss(NamedTuple):
+    """Loss of a micro-batch and its counts; all are scalars.
+
+    Attributes:
+        loss_sum: Loss summed over the terms of the objective, differentiable.
+        num_terms: Number of terms.
+        num_targets: Predicted tokens, ``int64``.
+        num_correct: Predicted tokens that are the model's argmax, ``int64``.
+        aux_loss: Load-balancing loss, before ``router_aux_loss_coef``; ``None`` in a dense model.
+        figures: Further sums over the terms, whose means are logged.
+    """
+
+    loss_sum: torch.Tensor
+    num_terms: torch.Tensor | int
+    num_targets: torch.Tensor | int
+    num_correct: torch.Tensor | int
+    aux_loss: torch.Tensor | None
+    figures: Mapping[str, torch.Tensor] | None = None
+
+
 class RecipeTrainer(CheckpointingTrainer):
     """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
-    A subclass defines the terms of its objective (``count_terms``) and the loss (``compute_loss``): the sum over the
-    terms of an optimizer step divided by their number over all ranks and micro-batches. It does not depend on gradient
+    A subclass defines the terms of its objective (``count_terms``) and their summed loss (``score_batch``), which is
+    divided by their number over all ranks and micro-batches of an optimizer step. It does not depend on gradient
     accumulation (``tests/training/trainers/test_next_token_trainer.py``, ``tests/distributed/test_accumulation.py``).
     """
 
@@ -102,7 +123,7 @@ class RecipeTrainer(CheckpointingTrainer):
             order: Order of rows with replay; ``None``: upstream's order.
             penalty: Penalty on the distance of weights from their reference (EWC).
             **options: Arguments of upstream's trainer: ``train_dataset``; ``eval_dataset``, which only the hooks of
-                ``observer`` read; ``data_collator``, which builds the batches of ``compute_loss``; and
+                ``observer`` read; ``data_collator``, which builds the batches of ``score_batch``; and
                 ``processing_class``, the tokenizer, saved with every checkpoint.
         """
         self.observer = observer
@@ -119,7 +140,8 @@ class RecipeTrainer(CheckpointingTrainer):
         set_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         tolerate_tracker_failures(self.callback_handler, args, say)
-        self.add_figures(*observer.callbacks)
+        self.figures = TermMetrics()
+        self.add_figures(self.figures, *observer.callbacks)
         self._last_step = LastStep(self)
         if self.adapter.use_peft:
             self.add_callback(AdapterChecks(self.adapter, say=say))
@@ -148,6 +170,10 @@ class RecipeTrainer(CheckpointingTrainer):
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of terms of a micro-batch in the objective; ``int64`` scalar."""
+
+    @abstractmethod
+    def score_batch(self, model: nn.Module, inputs: Batch) -> BatchLoss:
+        """Return the loss of a micro-batch, given without ``num_tokens``, in a ``dict`` of its own."""
 
     @abstractmethod
     def mask_batch(self, batch: Batch) -> Batch:
@@ -244,13 +270,12 @@ class RecipeTrainer(CheckpointingTrainer):
         self.guard.inputs = StepInputs(batches, row_ids, counts[0], num_tokens=counts[1])
         return batches, counts[0]
 
-    def compute_share(
+    def compute_loss(
         self,
-        loss_sum: torch.Tensor,
-        num_terms: torch.Tensor | int,
-        num_items_in_batch: torch.Tensor | int | None,
-        aux_loss: torch.Tensor | None,
-        num_tokens: torch.Tensor,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Return a micro-batch's contribution to the mean loss of the step, scaled for DDP's mean over ranks.
 
@@ -258,22 +283,28 @@ class RecipeTrainer(CheckpointingTrainer):
         placeholders and repeated batches weigh 0, a short last batch less than the others.
 
         Args:
-            loss_sum: Loss summed over the terms of the micro-batch; scalar.
-            num_terms: Terms of the micro-batch, the divisor outside of a training step.
-            num_items_in_batch: Terms of the step, over all ranks and micro-batches; ``None`` outside of a step.
-            aux_loss: Load-balancing loss of the micro-batch, before ``router_aux_loss_coef``; ``None`` if dense.
-            num_tokens: Tokens of the micro-batch without padding; ``int64`` scalar.
+            model: The trained model, wrapped or not.
+            inputs: The micro-batch.
+            return_outputs: Not used; of upstream's signature.
+            num_items_in_batch: Terms of the step, over all ranks and micro-batches; ``None`` outside of a step, where
+                the divisor is the number of terms of the micro-batch.
         """
+        batch = dict(inputs)
+        num_tokens = batch.pop("num_tokens")
+        scored = self.score_batch(model, batch)
+        self.observer.counter.add(num_tokens, scored.num_targets, scored.num_correct)
+        if scored.figures:
+            self.figures.add(scored.figures, scored.num_terms)
         # DDP and FSDP average gradients over ranks, while the divisors below are sums over ranks.
         num_processes = self.accelerator.num_processes
         # Both are tensors on the device while training: the division does not synchronise.
-        divisor = num_terms if num_items_in_batch is None else num_items_in_batch
-        loss: torch.Tensor = loss_sum * (num_processes / divisor)
-        if aux_loss is None:
+        divisor = scored.num_terms if num_items_in_batch is None else num_items_in_batch
+        loss: torch.Tensor = scored.loss_sum * (num_processes / divisor)
+        if scored.aux_loss is None:
             return loss
         total = self.guard.inputs.num_tokens
         share = 1.0 if total is None else num_tokens.to(total.device) * (num_processes / total)
-        return loss + self.router_aux_loss_coef * aux_loss * share
+        return loss + self.router_aux_loss_coef * scored.aux_loss * share
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step; terms of a repeated one, which pads the epoch, are masked."""
@@ -317,7 +348,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def build_stand_ins(self) -> dict[str, Any]:
         """Return temporary values of the attributes that accumulate over steps, for an uncounted pass."""
-        return {"observer": replace(self.observer, counter=StepCounter())}
+        return {"observer": replace(self.observer, counter=StepCounter()), "figures": TermMetrics()}
 
     def verify_first_loss(self, loss: float) -> None:
         """Compare the loss of the first step, before any update, with its expected value; nothing by default."""

@@ -54,7 +54,7 @@ def load_verified_config(
     problems = check_agreement(model_config, generation_config, tokenizer, max_length=longest)
     problems += check_quantization(str(config.model.model_name_or_path), model_config, config.quantization)
     if vocabulary is not None:
-        where = config.provenance.get(TEACHER, TEACHER)
+        where = config.locate(TEACHER)
         with reported_at(where):
             teacher = load_model_config(choose_teacher(config))
         problems += [
