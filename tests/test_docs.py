@@ -226,6 +226,13 @@ def test_pages_have_no_mermaid_diagrams() -> None:
     assert "mermaid" not in languages
 
 
+def test_no_list_item_follows_an_indented_paragraph_directly() -> None:
+    """Python-Markdown, unlike GitHub, reads the item as text of that paragraph."""
+    swallowed = re.compile(r"\n\n {4}(?![-*|` ]|\d+\.)\S.*(?:\n {4}.*)*\n- ")
+    assert swallowed.search("- a\n    - b\n\n    text\n    more\n- c\n")
+    assert [name for name, page in zip(NAMES, PAGES, strict=True) if swallowed.search(page.read_text())] == []
+
+
 def test_site_contains_linked_files() -> None:
     carried = re.search(r"^SITE_FILES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert carried

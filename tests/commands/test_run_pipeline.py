@@ -259,16 +259,23 @@ def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, recipes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "keys"),
-    [("base", {"max_tokens": None, "num_train_epochs": 2}), ("sft", {"max_steps": -1}), ("sft", {"max_length": None})],
+    "changes",
+    [
+        {"base": {"max_tokens": None, "num_train_epochs": 2}},
+        {"sft": {"max_steps": -1}},
+        {"sft": {"max_length": None}},
+        {"base": {"max_tokens": None, "num_train_epochs": 2}, "sft": {"max_steps": -1}},
+    ],
 )
-def test_plan_of_unknown_length_has_no_hours(stage: str, keys: dict[str, object], tmp_path: Path) -> None:
+def test_plan_of_unknown_length_has_no_hours(changes: dict[str, dict[str, object]], tmp_path: Path) -> None:
     path = write_pipeline(tmp_path)
     document = json.loads(path.read_text())
-    document["stages"][stage]["set"] |= keys
+    for stage, keys in changes.items():
+        document["stages"][stage]["set"] |= keys
     path.write_text(json.dumps(document))
-    *_, note = plan_stages(path, "H100", 2, None)
-    assert note == f"without the time of {stage}, scores"
+    *lines, note = plan_stages(path, "H100", 2, None)
+    assert note == f"without the time of {', '.join(changes)}, scores"
+    assert any(line.startswith("in all") for line in lines) == (len(changes) == 1)  # No sum of nothing.
 
 
 def test_configurations_and_models_that_commands_will_write_are_unknown(recipes, tmp_path: Path) -> None:

@@ -53,3 +53,4 @@ def test_broken_rows_are_reported(run_check):
     assert "rows.jsonl:13" in problems[0].where
     assert "has no preference" in problems[0].remedy
     assert "✗ data" in output
+    assert "answers end with" not in output  # Unknown.

@@ -147,9 +147,7 @@ def describe_plan(name: str) -> str:
     launch = re.search(r"accelerate_configs/(\w+)\.yaml", command)
     layout = launch[1] if launch else "single_gpu"
     number = re.search(r"--num_processes (\d+)", command)
-    processes = number[1] if number else "1" if layout == "single_gpu" or find_recipe(name) == "ppo" else "8"
-    if find_recipe(name) == "ppo":
-        layout = "single_gpu" if processes == "1" else "ddp"
+    processes = number[1] if number else "1" if layout == "single_gpu" else "8"
     # The width of the terminal breaks lines.
     with mock.patch.dict(os.environ, COLUMNS="200"), contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main(["plan", "--config", str(CONFIGS[name]), "--num_processes", processes, "--gpu", "H100"]) == 0

@@ -66,6 +66,7 @@ def test_eval_page_is_bounded_for_many_tasks_and_long_answers(tmp_path: Path, mo
     page = write(tmp_path, [{"prompt": "q", "doc_id": at, "answers": [long], "target": long} for at in range(4)])
     assert page.count("<article") == 2
     assert "The first 2 of each task" in page
+    assert "1 task;" in page
     assert long not in page
 
 

@@ -316,9 +316,10 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         cost = "" if price is None or plan.hours is None else f"{plan.hours * plan.num_gpus * price:,.2f}"
         hours = "" if plan.hours is None else f"{plan.hours:.2f}"
         rows.append((name, str(plan.num_gpus or ""), memory, hours, cost))
-    total = sum(plan.hours or 0 for plan in plans.values())
-    spent = sum((plan.hours or 0) * plan.num_gpus for plan in plans.values())
-    rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
     unknown = [name for name, plan in plans.items() if plan.hours is None]
+    if len(unknown) < len(plans):
+        total = sum(plan.hours or 0 for plan in plans.values())
+        spent = sum((plan.hours or 0) * plan.num_gpus for plan in plans.values())
+        rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
     note = [f"without the time of {', '.join(unknown)}"] if unknown else []
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]

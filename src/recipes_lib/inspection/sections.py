@@ -224,7 +224,8 @@ class Inspection(ABC):
             find_reference(self.config)
         ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
         spare = describe_spare_tokens(self.model_config, self.tokenizer)
-        report(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
+        answers = "" if self._data is None else f"; answers end with {ends or 'the end of text'}"
+        report(f"vocabulary, special tokens and length agree{answers}{spare}")
 
     @abstractmethod
     def check_steps(self, report: Report) -> None:

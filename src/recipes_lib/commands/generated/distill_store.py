@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration has no ``teacher_top_k``, or the teacher cannot be loaded.
         DataError: The disk is full, or the store differs from recomputed probabilities.
     """
-    config = load_for_command("distill", argv)
+    options, overrides = CommandParser("distill-store").parse_known_args(argv)
+    config = load_for_command("distill", overrides, options.config)
     if config.distillation.teacher_top_k is None:
         where = str(config.path or "command line, without --config")
         remedy = "write `teacher_top_k: 64`, with which the run reads the store"

@@ -75,7 +75,7 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     parser = CommandParser("scale")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, about in _SCALES.items():
-        command = commands.add_parser(name, help=about)
+        command = commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
         if name == "fit":
             text = "output directories of finished pretraining runs with a decayed learning rate"
             command.add_argument("runs", nargs="+", type=Path, help=text)
