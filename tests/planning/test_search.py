@@ -53,6 +53,7 @@ def test_first_candidate_is_fastest_that_fits(find) -> None:
     assert small[0].fits
     assert small[0].memory.peak <= middle
     assert small[0].seconds >= large[0].seconds
+    assert [one.is_tight for one in (large[0], small[0])] == [False, True]
     fits = [one.fits for one in small]
     assert fits == sorted(fits, reverse=True)
     # If none fits, by peak memory.
@@ -187,12 +188,13 @@ def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> No
     assert found[0].fits
 
 
-def test_candidates_of_equal_speed_are_ranked_by_offload_then_groups_then_rows() -> None:
+def test_candidates_of_equal_speed_are_ranked_by_margin_then_offload_then_groups_then_rows() -> None:
     shards, keys = Held(2, 2, 2), {"per_device_train_batch_size": 1}
     layouts = [Layout("fsdp2", 2, shards), Layout("fsdp2_cp", 1, shards, context=2), Layout("", 2, Held(0, 0, 0))]
     ranked = [Candidate(one, keys, None, fits=True, costs={"compute": 1.0}) for one in layouts]
     ranked.insert(0, dataclasses.replace(ranked[0], keys={"per_device_train_batch_size": 2}))
-    assert sorted((ranked[at] for at in (3, 1, 0, 2)), key=_rank) == ranked
+    ranked.append(dataclasses.replace(ranked[0], is_tight=True))
+    assert sorted((ranked[at] for at in (4, 3, 1, 0, 2)), key=_rank) == ranked
 
 
 def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:

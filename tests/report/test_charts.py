@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from tests.forked import ROOT
+from tests.rows import write_rows
 
 from recipes_lib.report.charts import COLOURS, Chart, _plan_charts, draw_chart, draw_charts, thin_out
-from recipes_lib.report.run_files import RunFiles, smooth
+from recipes_lib.report.run_files import RunFiles, read_run, smooth
 
 CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
 
@@ -111,6 +112,16 @@ def test_held_out_loss_of_mixed_loss_has_own_chart(tmp_path: Path, config: dict[
     assert charts["heldout_loss"] == "Held-out loss: 3.5 at step 1"
     plain = draw_charts(build_run([{"step": 1, "loss": 4.0}], [{"step": 1, "eval_loss": 3.5}]), tmp_path)
     assert plain[0].alt == "Loss: training 4 at step 1; held-out 3.5 at step 1"
+
+
+@pytest.mark.usefixtures("figures")
+def test_expected_band_is_drawn_beside_losses(tmp_path: Path) -> None:
+    band = [{"kind": "expected", "step": 9, "eval_loss": 3.5, "low": 3.0, "high": "much"}]
+    events = [{"kind": "train", "step": 9, "loss": 4.0}, *band, {"kind": "expected", "step": 10, "low": 2.5, "high": 3}]
+    write_rows(tmp_path / "metrics.jsonl", events)
+    chart = draw_charts(read_run(tmp_path), tmp_path)[0]
+    words = "training 4 at step 9; expected, low from 3 at step 9 to 2.5 at step 10; expected, high 3 at step 10"
+    assert chart.alt == f"Loss: {words}"
 
 
 @pytest.mark.usefixtures("figures")

@@ -16,8 +16,7 @@ from typing import Any
 
 from recipes_lib.cli import COMMANDS
 from recipes_lib.commands.job import CLUSTERS, submit_stages
-from recipes_lib.commands.planning.flags import PLANNING_FLAGS
-from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
@@ -45,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = _build_parser()
     options = parser.parse_args(list(argv))
-    if problems := list(find_problems(PLANNING_FLAGS["run"], options)):
-        raise ConfigError(*problems)
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     # Not `or`: an empty name, of an unset shell variable, would select all stages.
     ends = (options.only if name is None else name for name in (getattr(options, "from"), options.until))
@@ -98,7 +95,6 @@ def demo(argv: Sequence[str]) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = CommandParser("run")
     parser.add_argument("pipeline", type=find_pipeline, help="YAML file (docs/pipelines.md), or name of a shipped one")
-    add_flags(parser, PLANNING_FLAGS["run"])
     text = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
     executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
     parser.add_argument("--executor", default="local", choices=executors, help=text)

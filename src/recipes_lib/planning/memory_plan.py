@@ -25,8 +25,8 @@ COMMUNICATION_BYTES: Final = 1_500_000_000
 """Estimated bytes of NCCL's channels and process groups, if there are several GPUs."""
 _RESERVED: Final = 0.05
 """Memory lost to fragmentation of PyTorch's allocator with expandable segments, as a share of what is allocated."""
-_MARGIN: Final = 0.1
-"""Share of a device that ``auto`` leaves free, because plans have been up to 10 % below measurements."""
+MARGIN: Final = 0.1
+"""Share of a device to leave free (``auto`` does), because plans have been up to 10 % below measurements."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
 
 LOGITS: Final = "logits of the loss"
@@ -193,18 +193,18 @@ class MemoryPlan:
     def place(self, device_bytes: float) -> MemoryPlan:
         """Return the plan for a device of this size, which determines logit chunks, engine cache and fragmentation.
 
-        ``auto`` becomes the fastest kind of activation checkpointing that leaves ``_MARGIN`` free, or else the last.
+        ``auto`` becomes the fastest kind of activation checkpointing that leaves ``MARGIN`` free, or else the last.
         """
         *_, plan = self._try_choices(device_bytes)
         return plan
 
     def _try_choices(self, device_bytes: float) -> Iterator[MemoryPlan]:
-        """Yield the plan with each kind of activation checkpointing, up to the first that leaves ``_MARGIN`` free."""
+        """Yield the plan with each kind of activation checkpointing, up to the first that leaves ``MARGIN`` free."""
         for name, sizes in (self.choices or {"": {}}).items():
             plan = dataclasses.replace(self, components={**self.components, **sizes}, checkpointing=name)
             plan = plan._place(device_bytes)
             yield plan
-            if plan.peak <= (1 - _MARGIN) * device_bytes:
+            if plan.peak <= (1 - MARGIN) * device_bytes:
                 return
 
     def _place(self, device_bytes: float) -> MemoryPlan:
@@ -223,7 +223,7 @@ class MemoryPlan:
     def explain_choice(self, device_bytes: float) -> str:
         """Return the memory of each kind of activation checkpointing on a device of this size, up to the chosen one."""
         parts = [f"{one.checkpointing} {one.peak / 1e9:.1f} GB" for one in self._try_choices(device_bytes)]
-        return f"{', '.join(parts)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
+        return f"{', '.join(parts)}; {(1 - MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
 
     def fits(self, device_bytes: float) -> bool:
         """Return whether the run fits a device of this size, and a colocated engine its share of it."""

@@ -14,7 +14,7 @@ from recipes_lib.planning.activations import AUTO, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory
-from recipes_lib.planning.memory_plan import Layout, MemoryPlan
+from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
 from recipes_lib.planning.timing import Traffic, count_traffic, estimate_on_policy, time_traffic
 
 
@@ -28,6 +28,7 @@ class Candidate:
         memory: Memory plan of one process; its ``checkpointing`` is the kind of activation checkpointing.
         fits: Whether that fits the GPU.
         costs: Seconds of an optimizer step by cause.
+        is_tight: Whether less than ``MARGIN`` of the GPU is free.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class Candidate:
     memory: MemoryPlan
     fits: bool
     costs: Mapping[str, float]
+    is_tight: bool = False
 
     @property
     def seconds(self) -> float:
@@ -97,21 +99,22 @@ def search(
                     if share_sampled := config.distillation.lmbda:
                         sampled = estimate_on_policy(changed, model_config, device, share)
                         costs["sampling"] = share_sampled * sampled.seconds
-                    found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs))
+                    is_tight = plan.peak > (1 - MARGIN) * device.memory
+                    found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs, is_tight))
             if all(plan.peak > device.memory for plan in plans):
                 break  # Larger micro-batches need more memory.
     found.sort(key=_rank)
     return found
 
 
-def _rank(one: Candidate) -> tuple[bool, float, bool, int, int]:
-    """Sort key: fitting candidates first, by speed, then without offload, less model-parallel, with larger batches.
+def _rank(one: Candidate) -> tuple[bool, float, bool, bool, int, int]:
+    """Sort key: fitting candidates first, by speed, then with a margin, less offload and groups, and larger batches.
 
     Candidates that do not fit are sorted by peak memory. Times do not include the update of offloaded weights.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
     cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
-    return not one.fits, cost, not one.layout.shards.weights, groups, -rows
+    return not one.fits, cost, one.is_tight, not one.layout.shards.weights, groups, -rows
 
 
 def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:

@@ -47,6 +47,7 @@ _MAX_LABEL = 28
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
+_BAND: Final = ("low", "high")
 METRICS: Final = read_lists(Path(__file__).with_name("metrics.yaml"))
 STYLE = {
     # Keep text as text: searchable, and in the font of the page.
@@ -171,7 +172,9 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
     if is_rl:
         yield from _read_plans(run, "rl")
     lines = [_read_line(run, "loss", "" if mixed_unit else "training")]
-    lines += [] if mixed_unit else [_read_line(run, "eval_loss", "held-out")]
+    if not mixed_unit:
+        lines.append(_read_line(run, "eval_loss", "held-out"))
+        lines += [Line(f"expected, {end}", read_curve(run.expected, end), "muted", "exact", ":") for end in _BAND]
     yield Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
     # On an axis of its own: beside the larger range of the training loss, its changes are hard to see.
     yield Plan(

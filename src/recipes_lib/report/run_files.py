@@ -97,6 +97,7 @@ class RunFiles:
         samples: Answers, ordered by step, one record per step and prompt.
         num_torn_lines: Number of lines that are not valid records.
         best: Record of the best checkpoint that was loaded at the end; empty if there was none.
+        expected: Bands of ``expected_curve``, ordered, one record per step.
     """
 
     name: str
@@ -107,6 +108,7 @@ class RunFiles:
     samples: Sequence[Record] = field(repr=False)
     num_torn_lines: int = field(repr=False)
     best: Record = field(default_factory=dict, repr=False)
+    expected: Sequence[Record] = field(default=(), repr=False)
 
     @property
     def config(self) -> Record:
@@ -156,15 +158,19 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     train = EventTable(names)
     events, torn_events = _split_valid(lines, train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
+    evaluations, expected = (
+        _keep_last([event for event in events if event.get("kind") == kind], "step") for kind in ("eval", "expected")
+    )
     return RunFiles(
         name=run_dir.resolve().name,
         path=run_dir,
         facts=find_record(run_dir / "run.json"),
         train=train,
-        evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
+        evaluations=evaluations,
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
         num_torn_lines=torn_events + torn_samples,
         best=next((event for event in reversed(events) if event.get("kind") == "best"), {}),
+        expected=expected,
     )
 
 

@@ -13,8 +13,8 @@ import yaml
 
 
 def unwrap(output: str) -> str:
-    """Return output with each row on one line; lines of curves are kept."""
-    return re.sub(r"\n {16}(?=[^ ▁-█])", " ", output)
+    """Return output with each row on one line."""
+    return re.sub(r"\n {16}(?=[^ ])", " ", output)
 
 
 @pytest.fixture

@@ -86,6 +86,9 @@ def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
         write_run(tmp_path / "unknown", None, None),
         write_run(tmp_path / "short", 0.3),
         write_run(tmp_path / "pairs", 0.3, 0.3, recipe="dpo", precompute_ref_log_probs=False),
+        write_run(tmp_path / "base", 0.3, 0.3, kl_to_base=0.1),
+        write_run(tmp_path / "idle", 0.0, 0.0),
+        write_run(tmp_path / "wrong peak", 0.9, 0.9, activation_checkpointing=True),
     ]
     with pytest.raises(DataError) as caught:
         calibrate(refused, choose_device("H100"))
@@ -95,6 +98,9 @@ def test_all_unsuitable_runs_are_reported_together(tmp_path: Path) -> None:
     assert "'Intel Xeon'" in found["cpu"]
     assert found["unknown"] == found["short"]
     assert "reference model" in found["pairs"]
+    assert "base model" in found["base"]
+    assert "MFU of 0," in found["idle"]
+    assert "MFU of 1.2," in found["wrong peak"]
 
 
 def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:

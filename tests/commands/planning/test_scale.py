@@ -115,6 +115,8 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         {"kind": "eval", "step": 4, "eval_loss": "nan"},
     ]
     write_rows(runs[3] / "metrics.jsonl", events)
+    rates = [{"kind": "train", "step": n, "loss": 2.0, "learning_rate": rate} for n, rate in enumerate((0, 1e-3, 6e-4))]
+    write_rows(runs[4] / "metrics.jsonl", rates)
     output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
@@ -123,9 +125,16 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         runs[1].name: "has no finite loss",
         runs[2].name: "has no `num_tokens`",
         runs[3].name: "has no finite loss",
+        runs[4].name: "learning rate ends at 0.0006 of 0.001",
     }.items():
         assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()
+
+
+def test_held_out_and_training_losses_are_not_mixed(runs, scale, tmp_path) -> None:
+    write_rows(runs[3] / "metrics.jsonl", [{"kind": "train", "step": 4, "loss": 3.0, "num_tokens": 1e6}])
+    output = scale("fit", *runs, "--output", tmp_path / "law.json", code=2)
+    assert f"{runs[3]}: has no held-out losses, and other runs have" in output
 
 
 def test_repeated_runs_determine_no_law(runs, scale, tmp_path) -> None:
@@ -298,6 +307,7 @@ def test_prediction_counts_embeddings_like_its_law(runs, scale, tmp_path, counts
         ({}, ["--depths", 2, 4], "--depths: a law needs 3 different numbers"),
         ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 different numbers, each 1 or more"),
         ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
+        ({"lr_scheduler_type": "constant"}, [], "the learning rate does not decay"),
         ({"warmup_steps": 0.5, "decay_steps": 0.9, "lr_scheduler_type": "warmup_stable_decay"}, [], "decay"),
     ],
 )

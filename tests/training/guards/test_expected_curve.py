@@ -33,7 +33,7 @@ class Lines(TrainingProgress):
         self.lines.append(line)
 
 
-def log_all(folder: Path, metric: str, losses: dict[int, float]) -> list[str]:
+def log_all(folder: Path, metric: str, losses: dict[float, float]) -> list[str]:
     """Log losses by step of 100; return the lines that are shown."""
     progress = Lines()
     writer = MetricsWriter(folder / METRICS_FILE, is_main=True)
@@ -56,8 +56,12 @@ def test_leaving_the_band_and_returning_are_reported_once(tmp_path) -> None:
     assert "is within the expected 2.8 to 3.2" in lines[1]
     assert "eval_loss 2 is below the expected" in lines[2]
     assert "nan is above" in lines[4]
-    event = read_events(tmp_path, "expected")[0]
-    assert event == {"kind": "expected", "step": 40, "eval_loss": 3.75, "low": 3.3, "high": pytest.approx(3.7)}
+    events = read_events(tmp_path, "expected")
+    assert [event["step"] for event in events] == [20, 40, 50, 60, 70, 80, 90], "the band is logged inside it too"
+    assert events[1] == {"kind": "expected", "step": 40, "eval_loss": 3.75, "low": 3.3, "high": pytest.approx(3.7)}
+    (tmp_path / "often").mkdir()
+    log_all(tmp_path / "often", "eval_loss", {50.2: 3.5, 50.3: 3.5, 50.9: 3.5, 51.2: 3.5})
+    assert [event["step"] for event in read_events(tmp_path / "often", "expected")] == [50.2, 51.2], "once a percent"
 
 
 def test_training_loss_is_averaged_over_the_last_twentieth(tmp_path) -> None:

@@ -1,27 +1,19 @@
-"""Flags of ``recipes plan``, ``scale`` and ``run``, parsed before torch is imported, for a fast ``--help``."""
+"""``recipes plan`` and ``recipes scale``: flags are parsed before torch is imported, for a fast ``--help``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from recipes_lib.commands.clean import plan as plan_corpus
-from recipes_lib.config.command_flags import CommandParser, add_flags, add_recipe_flags, find_problems
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, add_recipe_flags, find_problems
 from recipes_lib.config.loader import load_for_command, split_recipe
-from recipes_lib.config.table import RECIPE_NAMES, read_lists
-from recipes_lib.errors import ConfigError
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
 
 GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
 """Source: Dubey et al. 2024 (Llama 3), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100."""
-_SCALES: Final = {
-    "sweep": "write small runs, and a pipeline that fits a law to them",
-    "fit": "fit a law to finished runs",
-    "plan": "optimal parameters and tokens for a compute budget",
-    "predict": "predict the loss of a run",
-}
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -39,7 +31,7 @@ def plan(argv: Sequence[str]) -> None:
     # After the configuration: its errors need no torch, which takes seconds to import.
     from recipes_lib.commands.planning.plan import run
 
-    run(config, options, overrides, list(find_problems(PLANNING_FLAGS["plan"], options, recipe)))
+    run(config, options, overrides, list(find_problems(FLAGS["planning"], options, recipe)))
 
 
 def scale(argv: Sequence[str]) -> None:
@@ -50,15 +42,9 @@ def scale(argv: Sequence[str]) -> None:
         DataError: As there.
     """
     options = _build_scale_parser().parse_args(argv)
-    if problems := list(find_problems(PLANNING_FLAGS[f"scale {options.command}"], options)):
-        raise ConfigError(*problems)
     from recipes_lib.commands.planning.scale import run
 
     run(options)
-
-
-PLANNING_FLAGS: Final = read_lists(Path(__file__).with_name("flags.yaml"))
-"""Flags of ``recipes plan``, ``recipes run``, and of the commands of ``recipes scale``."""
 
 
 def _build_plan_parser() -> argparse.ArgumentParser:
@@ -66,7 +52,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     add_recipe_flags(parser)
     # First: since Python 3.14, argparse formats the help of a flag, which shows its default, when the flag is added.
     parser.set_defaults(failure_hours=GPU_HOURS_BETWEEN_FAILURES)
-    add_flags(parser, PLANNING_FLAGS["plan"])
+    add_flags(parser, FLAGS["planning"])
     add_pipeline_flags(parser)
     return parser
 
@@ -74,10 +60,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 def _build_scale_parser() -> argparse.ArgumentParser:
     parser = CommandParser("scale")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in _SCALES.items():
-        command = commands.add_parser(name, help=about, description=f"{about.capitalize()}.")
-        if name == "fit":
-            text = "output directories of finished pretraining runs with a decayed learning rate"
-            command.add_argument("runs", nargs="+", type=Path, help=text)
-        add_flags(command, PLANNING_FLAGS[f"scale {name}"])
+    for name in ("sweep", "fit", "plan", "predict"):
+        command = f"scale {name}"
+        commands.add_parser(name, command=command, help=FLAGS[command]["description"])
     return parser

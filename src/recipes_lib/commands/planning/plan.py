@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -55,8 +55,6 @@ from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
 from recipes_lib.training.layouts.memory_layout import build_layout
 
-_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 """Memory sizes of GPUs that a run is compared with if no GPU is named."""
@@ -251,7 +249,7 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     step = count_step(run.config, run.model_config, num_processes)
     rows = pluralize(step.num_rows, "row")
     yield "step", f"{rows} of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
-    yield "operations", f"{step.num_flops:.3g} a step"
+    yield "operations", f"{step.num_flops:.3g} a step, with attention within rows of {step.length:,} tokens"
     if hardware is None:
         return
     hours = hardware.compute_hours(step.num_flops)
@@ -298,22 +296,6 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     if billed.num_gpus > hardware.num_gpus:
         of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
     yield from billed.describe_bill(hours, of)
-
-
-def draw_curve(values: Sequence[float], height: int) -> list[str]:
-    """Return a bar chart as ``height`` lines of block characters, one column per value, scaled to the largest.
-
-    Args:
-        values: At least one value, none negative; a positive value has at least the lowest block.
-        height: Number of lines.
-    """
-    eighths = len(_BLOCKS) - 1
-    top = max(values) or 1.0
-    levels = [max(round(value / top * height * eighths), int(value > 0)) for value in values]
-    return [
-        "".join(_BLOCKS[min(max(level - line * eighths, 0), eighths)] for level in levels)
-        for line in reversed(range(height))
-    ]
 
 
 def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Problem]:
@@ -416,7 +398,7 @@ def _add_failures(
     failures = Failures(options.failure_hours * 3600 / num_gpus, options.save_seconds, options.restart_seconds)
     # Time of a step of full size: with a batch-size warm-up, the first steps are shorter.
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
-    num_steps = max(round(failures.compute_interval() / step_seconds), 1)
+    num_steps = min(max(round(failures.compute_interval() / step_seconds), 1), plan.num_steps)
     interval = num_steps * step_seconds
     goodput = failures.compute_goodput(interval)
     total = f"{hours / goodput:,.1f} hours in all" if goodput else "it would never end"
@@ -442,25 +424,13 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
         yield "decay", f"from step {first:,}, {starts[first]:,} tokens, over {schedule.decay_tokens:,}"
     rates = ", ".join(f"{peak * factor:.3g}" for factor in schedule.factors(list_quarters(schedule.num_steps)))
     yield "learning rate", f"{rates} at 0, 25, 50, 75, 100 % of the steps"
-    steps = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, CURVE_WIDTH))
-    curve = ["", *draw_curve(schedule.factors(steps).tolist(), 6)]
-    curve.append(f"learning rate, up to {peak:.3g}, by training tokens")
-    if batches[0] != batches[-1]:
-        curve += ["", *draw_curve(batches[steps].tolist(), 3)]
-        curve.append(f"tokens per step, up to {batches[-1]:,}, by training tokens")
-    yield from ((UNLABELLED, line) for line in curve)
-
-
-def _find_steps(schedule: Schedule, tokens: Any) -> Any:
-    """Return the optimizer step of each training token, as an array."""
-    return np.searchsorted(schedule.token_starts, tokens, side="right") - 1
 
 
 def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
     from recipes_lib.report.charts import draw_schedule
 
     starts = schedule.token_starts
-    even = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, _PNG_POINTS))
+    even = np.searchsorted(starts, np.linspace(0, int(starts[-1]) - 1, _PNG_POINTS), side="right") - 1
     # Additional points in the warm-up, which may be shorter than the spacing of the even ones.
     corners = np.linspace(0, min(schedule.num_warmup_steps, schedule.num_steps - 1), 20).astype(int)
     steps = np.unique(np.concatenate([even, corners, [schedule.first_decay_step or 0, schedule.num_steps - 1]]))

@@ -152,8 +152,8 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
 
     Raises:
         ConfigError: The configuration of a run is no longer valid.
-        DataError: A record is damaged; a run used another GPU, is not finished or has no MFU; or its MFU does not count
-            a second model.
+        DataError: A record is damaged; a run used another GPU, is not finished or has no MFU in (0, 1]; or its MFU does
+            not count a second model.
     """
     shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
@@ -171,10 +171,15 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
             problems.append(Problem(str(folder), found, "name one on a GPU whose peak is known"))
         else:
             config = _restore(run)
-            if config.recipe == "distill" or has_live_reference(config):
-                found = f"its MFU does not count the {'teacher' if config.recipe == 'distill' else 'reference model'}"
+            share = statistics.median(curve) / find_overhead(config)[0]
+            second = "reference model" if has_live_reference(config) else "base model"
+            if config.recipe == "distill" or has_live_reference(config) or config.forgetting.kl_to_base:
+                found = f"its MFU does not count the {'teacher' if config.recipe == 'distill' else second}"
                 problems.append(Problem(str(folder), found, "name a run of one model"))
-            shares.setdefault(Kind.of(config), []).append(statistics.median(curve) / find_overhead(config)[0])
+            elif not 0 < share <= 1:
+                found = f"its MFU of {share:.3g}, without recomputation and quantization, is not in (0, 1]"
+                problems.append(Problem(str(folder), found, "name another run, or write --mfu"))
+            shares.setdefault(Kind.of(config), []).append(share)
     if problems:
         raise DataError(*problems)
     source = pluralize(len(folders), "finished run")

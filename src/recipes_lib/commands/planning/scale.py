@@ -54,8 +54,11 @@ _WARMUP: Final = 0.05
 """Default warm-up, as a share of the steps."""
 _POOR_FIT: Final = 0.02
 """Relative error of a loss above which a fit is reported as poor; seeds differ by less."""
+_DECAYED: Final = 0.5
+"""Largest learning rate at the end of a run, as a share of its peak, with which its loss is one of a completed run."""
 _LEAST_EXPONENT: Final = 0.01
 """Exponent below which a law does not depend on its variable."""
+_DECAY: Final = "write an lr_scheduler_type that decays to the end, such as cosine"
 _SHOWN_SHARES: Final = (0.1, 0.25, 0.5, 0.75)
 """Shares of the steps of an expected curve that are shown."""
 _TARGET: Final = "target"
@@ -85,7 +88,8 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
     Raises:
         ConfigError: The configuration of the model cannot be read.
-        DataError: The folder is not a finished pretraining run, or has no finite loss.
+        DataError: The folder is not a finished pretraining run, its learning rate has not decayed, or it has no finite
+            loss.
     """
     run = read_run(folder)
     if (stage := run.facts.get("stage", "pretrain")) != "pretrain":
@@ -93,6 +97,10 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     if not run.train or run.facts.get("status") != "done":
         remedy = "train it to the end: its learning rate must have decayed"
         raise DataError(Problem(str(folder), "is not a finished run", remedy))
+    rates = [rate for _, rate in read_curve(run.train, "learning_rate")]
+    if rates and rates[-1] > _DECAYED * max(rates):
+        found = f"its learning rate ends at {rates[-1]:.3g} of {max(rates):.3g}: a decay would lower the loss further"
+        raise DataError(Problem(str(folder), found, _DECAY))
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
@@ -127,7 +135,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
 
     Raises:
         ConfigError: The configuration is invalid, its architecture has other keys than a Llama, there are too few runs
-            for a law, or a schedule is longer than the shortest run.
+            for a law, or a schedule does not decay, or is longer than the shortest run.
     """
     base = load_config("pretrain", ["--config", str(options.config)])
     depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
@@ -144,7 +152,9 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
         path = folder / f"{name}.yaml"
         keys, size = _size_run(base, depth, ratio, options.head_dim, folder / "runs" / name)
         text = yaml.safe_dump(keys, sort_keys=False)
-        plan_pretraining(check_text("pretrain", text, path), 1)
+        schedule = plan_pretraining(check_text("pretrain", text, path), 1).schedule
+        if schedule(schedule.num_steps - 1) > _DECAYED:
+            raise ConfigError(Problem(str(options.config), "the learning rate does not decay", _DECAY))
         replace_text(path, text)
         stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
         flops[name] = compute_training_flops(size, keys["max_tokens"])
@@ -225,8 +235,9 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
                 raise DataError(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
+    curves, metric = _read_curves(options.runs)
     fit = fit_law(runs)
-    fit = dataclasses.replace(fit, curve=fit_curve(fit.law, runs, *_read_curves(options.runs)))
+    fit = dataclasses.replace(fit, curve=fit_curve(fit.law, runs, curves, metric))
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     _write_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
@@ -248,9 +259,17 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _read_curves(folders: Sequence[Path]) -> tuple[list[list[tuple[float, float]]], str]:
-    """Return share of the steps and loss of each run, and the metric: held-out losses, if all runs have them."""
+    """Return share of the steps and loss of each run, and the metric: held-out losses if the runs have them.
+
+    Raises:
+        DataError: Some runs have held-out losses, and others none.
+    """
     read = [read_run(folder) for folder in folders]
-    metric = "eval_loss" if all(run.evaluations for run in read) else "loss"
+    without = [str(folder) for folder, run in zip(folders, read, strict=True) if not run.evaluations]
+    if 0 < len(without) < len(read):
+        found = "has no held-out losses, and other runs have: they are not comparable with training losses"
+        raise DataError(*(Problem(folder, found, "name runs that are all evaluated, or none") for folder in without))
+    metric = "loss" if without else "eval_loss"
     curves = []
     for run in read:
         points = read_curve(run.evaluations if metric == "eval_loss" else run.train, metric)

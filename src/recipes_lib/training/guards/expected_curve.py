@@ -23,6 +23,8 @@ _TOLERANCE = 0.02
 class ExpectedCurveMonitor(TrainerCallback):
     """Compares each logged loss with the expected curve, and reports when it leaves the band or returns.
 
+    The band is logged then, and beside one loss in each percent of the run, for the chart of the report.
+
     Source: ``tests/training/guards/test_expected_curve.py``.
     """
 
@@ -35,7 +37,7 @@ class ExpectedCurveMonitor(TrainerCallback):
             progress: Progress display.
         """
         self._curve, self._writer, self._progress = curve, writer, progress
-        self._side = ""
+        self._side, self._percent = "", -1
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Compare the loss; a training loss is averaged over the last 5 % of the run, from the logged history."""
@@ -52,12 +54,15 @@ class ExpectedCurveMonitor(TrainerCallback):
             )
             loss = average_recent(events, share)
         side = "below" if loss < band[0] else "" if loss <= band[1] else "above"  # NaN is above.
-        if side != self._side:
-            self._side = side
-            place = f"is {side} the expected" if side else "is within the expected"
+        percent = int(100 * share)
+        if side != self._side or percent != self._percent:
+            self._percent = percent
             self._writer.write(
                 {"kind": "expected", "step": state.global_step, metric: loss, "low": band[0], "high": band[1]}
             )
+        if side != self._side:
+            self._side = side
+            place = f"is {side} the expected" if side else "is within the expected"
             line = f"{metric} {loss:.4g} {place} {band[0]:.4g} to {band[1]:.4g}"
             self._progress.say(f"step {state.global_step}: {line} (expected_curve)")
 
