@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tests import tiny
 from tests.distributed import sharding
 from tests.distributed.cells import (
     CELLS,
@@ -23,14 +24,35 @@ from tests.distributed.cells import (
     read_weights,
     resume,
 )
+from tests.faults import recipe_runs
 from tests.rows import read_events
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.commands.weights import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
-PACKED, LORA = "sft packed", "lora padded"
+PACKED, LORA, BUFFERS = "sft packed", "lora padded", "buffers"
 WHOLE_STATE = ("--fsdp_state_dict_type", "FULL_STATE_DICT")
 """What most public launch files have: without effect, since checkpoints are sharded and the final model is whole."""
+
+
+def write_gemma(inputs: Path) -> Path:
+    """Write a language model of Gemma 4, which has buffers in its state, and names layers of a vision tower."""
+    tokenizer = tiny.build_tokenizer()
+    sizes = recipe_runs.SIZES | {"head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2}
+    small = {"vocab_size": 512, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 8}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    kinds = ["sliding_attention", "full_attention"]
+    config = AutoConfig.for_model(
+        "gemma4_text", layer_types=kinds, max_position_embeddings=512, **sizes, **small, **ends
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.7)
+    model.save_pretrained(inputs / "gemma")
+    tokenizer.save_pretrained(inputs / "gemma")
+    return inputs / "gemma"
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +65,25 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     jobs["from one"] = resume(jobs[LORA], alone / LORA)
     jobs["bf16"] = in_bf16(jobs[PACKED])
     jobs["nan"] = {**jobs[PACKED], "fault": "nan loss"}
+    jobs[BUFFERS] = {**jobs[PACKED], "keys": jobs[PACKED]["keys"] | {"model_name_or_path": write_gemma(inputs)}}
+    jobs[f"{BUFFERS}, resumed"] = resume(jobs[BUFFERS], folder / BUFFERS)
     return folder, sharding.run_jobs(jobs, folder, "fsdp2", *FULL_PRECISION, *WHOLE_STATE)
 
 
 @pytest.mark.parametrize("cell", [PACKED, LORA])
 def test_fsdp2_run_matches_one_process(runs: tuple[Path, Any], alone: Path, cell: str) -> None:
     assert_same_run(alone / cell, runs[0] / cell)
+
+
+def test_model_with_buffers_matches_one_process_and_resumes(
+    runs: tuple[Path, Any], inputs: Path, tmp_path: Path
+) -> None:
+    job = build_jobs(inputs, {BUFFERS: CELLS[PACKED]}, 1)[BUFFERS]
+    keys = job["keys"] | {"model_name_or_path": inputs / "gemma"}
+    sharding.run_jobs({BUFFERS: {**job, "keys": keys}}, tmp_path)
+    assert_same_run(tmp_path / BUFFERS, runs[0] / BUFFERS, 1e-4)
+    assert read_weights(runs[0] / BUFFERS)["model.layers.1.layer_scalar"] == pytest.approx(0.7)
+    assert_resumed(runs[0] / BUFFERS, runs[0] / f"{BUFFERS}, resumed")
 
 
 def test_checkpoint_contains_shards_without_gathering(runs: tuple[Path, Any]) -> None:

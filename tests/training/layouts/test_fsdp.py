@@ -23,6 +23,7 @@ from recipes_lib.training.layouts.fsdp import (
     set_precision,
     shard,
     shard_chunk,
+    sharding,
 )
 
 NUM_LAYERS = 3
@@ -53,6 +54,22 @@ def mesh():
         yield init_device_mesh("cpu", (1,))
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_read_once", [True, False])
+@pytest.mark.usefixtures("mesh")
+def test_buffers_and_absent_layers_are_left_out_while_sharding(is_read_once):
+    """accelerate takes tensors of the state for parameters, and fails on classes that the model lacks."""
+    model, name = make_model(), "model.norm.bias"
+    model.model.norm.register_buffer("bias", torch.ones(2, device="meta"))
+    model._no_split_modules = ["LlamaDecoderLayer", "VisionBlock"]
+    accelerator = build_accelerator(None, is_fsdp2=True)
+    accelerator.state.fsdp_plugin.cpu_ram_efficient_loading, accelerator.device = is_read_once, torch.device("cpu")
+    with sharding(accelerator, model):
+        assert model._no_split_modules == ["LlamaDecoderLayer"]
+        assert (name in model.state_dict()) != is_read_once
+        assert model.model.norm.bias.is_meta != is_read_once
+    assert name in model.state_dict()
 
 
 def make_model() -> LlamaForCausalLM:

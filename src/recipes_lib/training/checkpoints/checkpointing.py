@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task
 from recipes_lib.training.checkpoints.sharded import Trained
 from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
+from recipes_lib.training.layouts.fsdp import sharding
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -75,6 +76,7 @@ class CheckpointingTrainer(Trainer):
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
+        self._sharding = ExitStack()
         self._best_before: tuple[float | None, int | None] = None, None
         self._staging: Path | None = None  # Set only while a checkpoint is staged; the overrides below depend on it.
         self._tasks: list[Task] = []
@@ -87,11 +89,17 @@ class CheckpointingTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, and wait for the writer thread on any exit."""
         checkpoint = None if resume_from_checkpoint is None else str(resume_from_checkpoint)
+        self._sharding.enter_context(sharding(self.accelerator, self.model))
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
             # The writer is a daemon thread, which the interpreter kills at exit.
             self._saver.settle()
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the scheduler; upstream's first call after it has sharded the model."""
+        self._sharding.close()
+        return super().create_scheduler(*args, **kwargs)
 
     def stops_at_end(self) -> bool:
         """Return whether the run is resumed at its end, and stop it: upstream would make one more step."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -49,10 +49,48 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     if plugin.mixed_precision_policy is not None:
         _widen_outputs(model)
     try:
-        return fsdp2_prepare_model(accelerator, model)
+        with sharding(accelerator, model):
+            return fsdp2_prepare_model(accelerator, model)
     finally:
         # accelerate stores the layer classes it finds, and would search a model of another architecture for them.
         plugin.transformer_cls_names_to_wrap = class_names
+
+
+@contextmanager
+def sharding(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Context in which accelerate shards a model with buffers in its state, or with names of layers that it lacks.
+
+    If only rank 0 has read the weights, accelerate 1.15 takes every tensor of the state for a sharded parameter, also
+    the routing biases of DeepSeek V3 and GLM-4.5 (https://github.com/huggingface/accelerate/issues/3898). And it
+    searches the language model of Gemma 4 or Qwen 3.5 for the layers of the vision tower.
+
+    Args:
+        accelerator: Accelerator of the run; without FSDP2, nothing changes.
+        model: Model that is sharded in the context.
+
+    Source: ``tests/training/layouts/test_fsdp.py``.
+    """
+    if not accelerator.is_fsdp2:
+        yield
+        return
+    kinds = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in getattr(model, "_no_split_modules", None) or () if name in kinds]
+    is_read_once = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    buffers = [
+        (module, name)
+        for module in (model.modules() if is_read_once else ())
+        for name in sorted(module._buffers.keys() - module._non_persistent_buffers_set)
+        if module._buffers[name] is not None
+    ]
+    for module, name in buffers:
+        module._non_persistent_buffers_set.add(name)
+        if module._buffers[name].is_meta:  # On other ranks than 0.
+            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+    yield
+    for module, name in buffers:
+        module._non_persistent_buffers_set.remove(name)
+        module._buffers[name] = module._buffers[name].to(accelerator.device)
+        distributed.broadcast(module._buffers[name], 0)
 
 
 def shard_head(head: nn.Module, trunk: nn.Module) -> None:
