@@ -52,8 +52,9 @@ class SummedGradient(ReplicatedWithGradAllReduce):
             if torch.is_grad_enabled():
                 # Under FSDP2, those are the gathered weights.
                 for weight in set(module.parameters(recurse=False)) - hooked:
-                    weight.register_hook(add)  # type: ignore[no-untyped-call]
-                    hooked.add(weight)
+                    if weight.requires_grad:
+                        weight.register_hook(add)  # type: ignore[no-untyped-call]
+                        hooked.add(weight)
             return forward(*args, **kwargs)
 
         module.forward = hook_and_run

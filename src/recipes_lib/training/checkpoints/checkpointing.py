@@ -76,7 +76,7 @@ class CheckpointingTrainer(Trainer):
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
-        self._sharding = ExitStack()
+        self._sharding = ExitStack()  # Open from ``train`` to ``create_scheduler``, between which upstream shards.
         self._best_before: tuple[float | None, int | None] = None, None
         self._staging: Path | None = None  # Set only while a checkpoint is staged; the overrides below depend on it.
         self._tasks: list[Task] = []
