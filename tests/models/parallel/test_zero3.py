@@ -49,6 +49,27 @@ def test_weight_is_gathered_during_call_and_released_after() -> None:
         linear(torch.ones(2))
 
 
+class ReadsConvolution(nn.Module):
+    """A layer that reads the weight of a module without calling it, as Mamba and linear attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 2, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.convolution.weight.sum()
+
+
+def test_weight_that_layer_reads_without_call_is_gathered() -> None:
+    layers = nn.ModuleList([ReadsConvolution()])
+    expected = layers[0](torch.ones(2))
+    weight = layers[0].convolution.weight
+    ShardedParameter(weight)
+    register_gather_hooks(nn.ModuleDict({"layers": layers}))
+    assert torch.equal(layers[0](torch.ones(2)), expected)
+    assert weight.numel() == 0
+
+
 def test_unsharded_model_is_left_unchanged() -> None:
     model = nn.Linear(2, 2)
     register_gather_hooks(model)

@@ -14,14 +14,23 @@ _HOOKS: Final = "_gathering"
 
 
 def register_gather_hooks(model: nn.Module) -> None:
-    """Register forward hooks that all-gather the weights of each module before a call and partition them afterwards.
+    """Register forward hooks that all-gather the weights of each layer before a call and partition them afterwards.
 
-    For forward passes without gradients, which all ranks must enter. No effect on models not partitioned by ZeRO-3.
+    Weights outside of layers are gathered for each module. For forward passes without gradients, which all ranks must
+    enter. No effect on models not partitioned by ZeRO-3.
 
     Source: ``tests/distributed/test_zero.py``.
     """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    # Whole layers, because some modules read a weight of another one without calling it: linear attention of Qwen 3.5
+    # and Mamba that of its convolution.
+    layers = {layer for modules in lists for layer in modules}
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
     for module in model.modules():
-        own: list[Any] = [parameter for parameter in module.parameters(recurse=False) if hasattr(parameter, "ds_id")]
+        if module in inner:
+            continue
+        weights = module.parameters(recurse=module in layers)
+        own: list[Any] = [weight for weight in weights if hasattr(weight, "ds_id")]
         if own:
             vars(module)[_HOOKS] = _register(module, own)
 
