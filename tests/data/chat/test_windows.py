@@ -76,12 +76,15 @@ BUILDERS = {
     "metaspace": lambda: build_metaspace("").backend_tokenizer,
     "without_words": _train_without_words,
     "unigram": _train_unigram,
+    # `rr r` and `r rr` have equal scores.
+    "ties": lambda: Tokenizer(models.Unigram([("?", -9.0), ("s", -4.5678), ("r", -5.1234), ("rr", -7.3456)], 0)),
     "word_piece": _train_word_piece,
 }
 PARTS = {
     "english": [" the", " Rivers", " carry", " a", " seven", ", and", "\n", " France", " it's"],
     "crlf": ["value\r\n", "\r\n\r\n", "Return it", "\t", "  ", "\n \n", "end.\r\n"],
     "letters": list("abcdehrst"),
+    "ties": ["rrr", "s"],
     "digits": list("0123456789"),
     "ones": ["1"],
     "cjk": list("你好世界这是一个测试没有空格的文字，。"),
@@ -117,6 +120,9 @@ def test_tokens_in_windows_are_those_of_the_whole_text(name: str, kind: str, mon
     ]
     assert list(chain(*ids)) == whole.ids
     assert offsets == whole.offsets
+    # Unigram models and WordPiece need whole words, which are as long as the text where it has no spaces.
+    if name not in ("unigram", "ties", "word_piece"):
+        assert max(len(piece.text) for piece in pieces) <= 1024
 
 
 ROWS = [
