@@ -16,6 +16,7 @@ from recipes_lib.data.sources.messages import (
     check_text,
     clean_messages,
     read_chat_extras,
+    refuse_media,
     split_marks,
 )
 
@@ -178,3 +179,11 @@ def test_invalid_loss_mark_is_error(marked: dict[str, object], found: str) -> No
 def test_user_turn_accepts_zero_weight() -> None:
     turns, untrained = split_marks(clean_messages([{"role": "user", "content": "?", "weight": 0}], "messages"))
     assert (turns, untrained) == ([{"role": "user", "content": "?"}], {0})
+
+
+def test_fields_of_rows_without_media_are_not_written_out() -> None:
+    class Fields(dict[str, object]):
+        def __repr__(self) -> str:
+            raise AssertionError("a copy of the text")
+
+    refuse_media({"text": "", "images": []}, Fields())

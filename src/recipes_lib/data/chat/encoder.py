@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache
-from itertools import accumulate, pairwise, repeat
+from functools import cache, partial
+from itertools import accumulate, pairwise, repeat, takewhile
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import ByteLevel
+from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import LossOn
@@ -30,6 +33,11 @@ from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
+
+_WINDOW: Final = 1 << 18
+"""Characters that are tokenised at once, because ``tokenizers`` takes about 150 bytes of memory for each."""
+_OVERLAP: Final = 1 << 12
+"""Characters at the end of a window that the next one begins with."""
 
 
 class Claim(NamedTuple):
@@ -193,7 +201,8 @@ class RowEncoder:
         encoded: list[EncodedRow] = []
         for draft, tokens in zip(drafts, self._tokenize(drafts), strict=True):
             with collect_problems(problems):
-                encoded.append(self._mask(draft, *tokens, claims))
+                located = self._tokenize_long(draft) if len(draft.text) > _WINDOW else tokens
+                encoded.append(self._mask(draft, *located, claims))
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
@@ -290,9 +299,12 @@ class RowEncoder:
     def _tokenize(
         self, drafts: Sequence[_Draft]
     ) -> Iterable[tuple[npt.NDArray[np.uint32], list[int] | None, Encoding | None]]:
-        """Return the token ids of each draft, and where its places are: as ``ByteEnds.cut``, or in its encoding."""
+        """Return the token ids of each draft, and where its places are: as ``ByteEnds.cut``, or in its encoding.
+
+        Those of long drafts, which ``_tokenize_long`` tokenises, are empty.
+        """
         self._reset_backend()
-        texts = [draft.text for draft in drafts]
+        texts = [draft.text if len(draft.text) <= _WINDOW else "" for draft in drafts]
         # The fast form computes no character offsets.
         encode = self._backend.encode_batch_fast if self._byte_ends else self._backend.encode_batch
         encodings = encode(texts, add_special_tokens=False)
@@ -300,6 +312,16 @@ class RowEncoder:
         if self._byte_ends is None:
             return zip(ids, repeat(None), encodings, strict=False)
         return zip(ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts]), repeat(None), strict=False)
+
+    def _tokenize_long(self, draft: _Draft) -> tuple[npt.NDArray[np.uint32], list[int], None]:
+        """Return the token ids of a draft, and the number of tokens before each of its places."""
+        ids, cuts, num_tokens = [np.zeros(0, np.uint32)], list[int](), 0
+        for piece in encode_in_windows(self._backend, draft.text):
+            inside = [at for at in draft.places[len(cuts) :] if at <= piece.stop]
+            cuts += [num_tokens - piece.first + count for count in self._cut(draft.row, inside, piece)]
+            ids.append(np.array(piece.encoding.ids[piece.first : piece.last], dtype=np.uint32))
+            num_tokens += len(ids[-1])
+        return np.concatenate(ids), cuts, None
 
     def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
@@ -330,7 +352,8 @@ class RowEncoder:
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
-            cuts = self._cut(draft, encoding or self._backend.encode(draft.text, add_special_tokens=False))
+            encoding = encoding or self._backend.encode(draft.text, add_special_tokens=False)
+            cuts = self._cut(draft.row, draft.places, Piece(encoding, draft.text, 0, 0, len(encoding), len(draft.text)))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         # `cuts` count tokens of the text, without the prefix; the appended EOS of a plain row is a target.
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
@@ -338,15 +361,90 @@ class RowEncoder:
             claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
 
-    def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
-        """Return the number of tokens before each of the draft's ``places``."""
+    def _cut(self, row: Row, places: Sequence[int], piece: Piece) -> list[int]:
+        """Return the number of tokens of a window before each place of the row's text."""
         try:
-            return [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
+            return [count_tokens_before(piece.encoding, piece.text, at - piece.start, self._special) for at in places]
         except MergedTokenError as error:
             remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
-            if draft.row.messages is None:
+            if row.messages is None:
                 remedy = "move the white space at the end of the prompt to the start of the completion"
-            raise DataError(Problem(draft.row.where, f"{error}, and only one of them is trained on", remedy)) from error
+            raise DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy)) from error
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a text: tokens ``first:last`` of a window.
+
+    Attributes:
+        encoding: Tokens of the window.
+        text: Text of the window.
+        start: First character of the window.
+        first: First token.
+        last: Token after the last one.
+        stop: Character at which token ``last`` starts.
+    """
+
+    encoding: Encoding
+    text: str
+    start: int
+    first: int
+    last: int
+    stop: int
+
+
+def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[Piece]:
+    """Yield the tokens of a text in pieces: those of one call, with memory for a window instead of the whole text.
+
+    Tokens near the edges of a window can differ from those of the text. Two windows are joined within their overlap,
+    where both have the same tokens and words at the same characters: there, the effects of both edges are over. If
+    there is no such place, the first window is doubled.
+
+    Source: the tokens of one call, ``tests/data/chat/test_windows.py``.
+    """
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    # Unigram models choose among splits of a word with equal scores by rounding errors, which add up from its start.
+    joins_in_words = not isinstance(tokenizer.model, Unigram)
+    start, first, window = 0, 0, text[:_WINDOW]
+    left = encode(window)
+    while start + len(window) < len(text):
+        size = len(window)
+        head = _list_tokens(left, 0, size - _OVERLAP, size - _OVERLAP // 4)
+        # At the start of a word if there is one, so that both windows divide a long number alike.
+        shift = next((token.start for token in head if token.starts_word), head[0].start if head else size)
+        next_window = text[start + shift : start + shift + _WINDOW]
+        right = encode(next_window)
+        tail = _list_tokens(right, shift, shift, size - _OVERLAP // 4)
+        pairs = zip(reversed(head), reversed(tail), strict=False)
+        shared = list(takewhile(lambda pair: pair[0][1:] == pair[1][1:], pairs))
+        while shared and not (joins_in_words or shared[-1][0].starts_word):
+            shared.pop()
+        if not shared or shared[-1][0].start > size - _OVERLAP // 2:
+            window = text[start : start + 2 * size]
+            left = encode(window)
+            continue
+        last, next_first = shared[-1]
+        yield Piece(left, window, start, first, last.number, start + last.start)
+        left, window, start, first = right, next_window, start + shift, next_first.number
+    yield Piece(left, window, start, first, len(left), len(text))
+
+
+class _Token(NamedTuple):
+    number: int
+    id: int
+    start: int
+    end: int
+    starts_word: bool
+
+
+def _list_tokens(encoding: Encoding, shift: int, start: int, stop: int) -> list[_Token]:
+    """Return the tokens within characters ``start:stop``, for an encoding that begins at character ``shift``."""
+    ids, offsets, words = encoding.ids, encoding.offsets, encoding.word_ids
+    first = bisect_left(offsets, start - shift, key=itemgetter(0))
+    last = bisect_right(offsets, stop - shift, key=itemgetter(1))
+    return [
+        _Token(at, ids[at], offsets[at][0] + shift, offsets[at][1] + shift, at == 0 or words[at] != words[at - 1])
+        for at in range(first, last)
+    ]
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:

@@ -77,7 +77,8 @@ class Examples:
         tokens = np.concatenate([np.zeros(0, np.uint32), *(self.tokens[start:stop] for start, stop in spans)])
         loss_mask = tokens >= TARGET
         loss_mask[_exclusive_sum(lengths)] = False
-        return tokens & ~TARGET, loss_mask
+        tokens &= ~TARGET
+        return tokens, loss_mask
 
     def iterate_blocks(self) -> Iterator[slice]:
         """Yield slices of examples with about 4 million tokens each, so that reading all of them has bounded memory."""
@@ -146,9 +147,9 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
         row_ids: Positions of the rows in their mixture, ``int (len(rows),)``.
     """
     lengths = np.fromiter((len(row.input_ids) for row in rows), np.int64, len(rows))
-    ids = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
+    tokens = np.concatenate([np.zeros(0, np.uint32), *(row.input_ids for row in rows)])
     is_target = np.concatenate([np.zeros(0, np.bool_), *(row.loss_mask for row in rows)])
-    tokens = np.where(is_target, ids | TARGET, ids)
+    np.bitwise_or(tokens, TARGET, out=tokens, where=is_target)
     remarks, no_targets = build_bits(row.remarks for row in rows), np.zeros_like(lengths)
     examples = Examples(tokens, _exclusive_sum(lengths), lengths, np.asarray(row_ids, np.int64), no_targets, remarks)
     return replace(examples, num_targets=count_targets(examples))

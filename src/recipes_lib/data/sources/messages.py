@@ -324,8 +324,10 @@ def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
             nor a text, so that its question may be about the media even without one.
     """
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
+    if column is None:  # Most rows, whose text is not written out.
+        return
     is_marked = any(mark in str(fields) for mark in _MEDIA_MARKS)
-    if column and (is_marked or not raw.keys() & {*_CHATS, "text"}):
+    if is_marked or not raw.keys() & {*_CHATS, "text"}:
         found = f"the text {'refers to' if is_marked else 'may be about'} `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
 

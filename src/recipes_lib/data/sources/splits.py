@@ -179,5 +179,5 @@ def _strip(value: Any) -> Any:
         return value.strip()
     # Types of parsed JSON: the abstract `Mapping` would take half of the time.
     if isinstance(value, dict):
-        return {key: _strip(item) for key, item in value.items()}
+        return {key: item.strip() if isinstance(item, str) else _strip(item) for key, item in value.items()}
     return [_strip(item) for item in value] if isinstance(value, (list, tuple)) else value
