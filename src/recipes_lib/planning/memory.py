@@ -40,7 +40,9 @@ from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan, shorten
 
 _BUCKET_SIZE: Final = 500_000_000
-"""Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
+"""Elements of a bucket, which is allocated whole: DeepSpeed's default ``reduce_bucket_size``."""
+_GROUP_SIZE: Final = 1_000_000_000
+"""Parameters that ZeRO-3 updates at once: DeepSpeed's default ``sub_group_size``."""
 
 
 def has_half_products(config: RecipeConfig) -> bool:
@@ -87,8 +89,12 @@ def plan_memory(
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary["gathered: layers, embeddings and output projection"] = numbers * _count_width(config, narrowed)
     choices = count_choices(config, narrowed, layout, kept)
+    phases = _name_phases(config) if samples else {}
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
+    if memory_plan.UPDATE in temporary:
+        backward = [name for name in (*temporary, memory_plan.LOGITS) if name != memory_plan.UPDATE]
+        phases = {"backward pass": backward, "optimizer step": [memory_plan.UPDATE]}
     temporary |= {
         memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
         memory_plan.COMMUNICATION: memory_plan.COMMUNICATION_BYTES if layout.num_gpus > 1 else 0,
@@ -107,7 +113,7 @@ def plan_memory(
         layout,
         "; ".join(filter(None, [built.about, kernels if packages else ""])),
         components,
-        _name_phases(config) if samples else {},
+        phases,
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
         vocabulary=text.vocab_size,
         logit_bytes=count_logit_bytes(config, text),
@@ -274,15 +280,20 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
     is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
+    width = 2 if is_half else next(model.parameters()).element_size()
     if layout.is_deepspeed:
-        width = 2 if is_half else next(model.parameters()).element_size()
-        temporary["bucket in which gradients are reduced"] = min(gradients, _BUCKET_SIZE * width)
+        temporary["bucket in which gradients are reduced"] = _BUCKET_SIZE * width
+        if layout.shards.states:
+            # Joined to one tensor, and cast; ZeRO-3 updates a part of them at a time.
+            number = gradients // (width * layout.shards.states)
+            at_once = min(number, _GROUP_SIZE) if layout.shards.weights != 1 else number
+            temporary[memory_plan.UPDATE] = (width + 4) * at_once
     elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in compute.RL_RECIPES:
         temporary["buckets in which gradients are summed"] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
         in_layers = sum(layers) if layout.pipeline_stages > 1 else max(layers)
-        temporary["gradients before they are reduced"] = 4 * max(in_layers, ends)
+        temporary["gradients before they are reduced"] = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
     elif is_half and not layout.is_deepspeed:
         # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
         # weights count as activations, because layers that are recomputed do not hold them.
@@ -290,7 +301,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         number = sum(one.numel() for one in copied if one.dtype == torch.float32)
         temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
-    if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
+    if (layout.shards.weights == 1 or layout.is_deepspeed) and head is not None and head.weight.requires_grad:
         temporary["gradient of the output projection in a pass"] = 4 * head.weight.numel()
     return temporary
 
