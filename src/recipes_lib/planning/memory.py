@@ -7,6 +7,7 @@ training; activations are counted in a forward pass on fake tensors.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
@@ -71,8 +72,13 @@ def plan_memory(
     samples = is_rl or bool(config.distillation.lmbda)
     narrowed = layout.narrow(model_config)
     text = narrowed.get_text_config()
-    with torch.device("meta"):
-        built = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+    # The same in most layouts and candidates of a search.
+    neutral = dataclasses.replace(config, tokens=TokensConfig()).with_training(dict.fromkeys(_SEARCHED))
+    key = (narrowed.to_json_string(), layout.is_deepspeed, repr(neutral))
+    if key not in _BUILT:
+        with torch.device("meta"):
+            _BUILT[key] = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+    built = _BUILT[key]
     temporary = _count_exchange(config, built, layout)
     if layout.shards.weights != 1 and config.quantization.load_in_4bit:
         # Of the scales, weights already have the share that they would have of parameters.
@@ -210,6 +216,15 @@ class _Built(NamedTuple):
     trained: Any
     about: str = ""
     teacher: Any = None
+
+
+_BUILT: Final[dict[tuple[object, ...], _Built]] = {}
+"""Built models by all that they depend on."""
+_SEARCHED: Final = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "torch_compile", "use_liger_kernel"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "per_device_eval_batch_size"),
+)
+"""Keys of training that no built model depends on."""
 
 
 def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> _Built:
@@ -359,13 +374,17 @@ def count_kept(
 
 def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
     """Return what distinguishes each layer: the names and shapes of its weights."""
-    with torch.device("meta"):
-        layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
-    if not layers:
-        raise ValueError("it has no layers that support activation checkpointing")
-    return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
+    if (key := model_config.to_json_string()) not in _KINDS:
+        with torch.device("meta"):
+            layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+        if not layers:
+            raise ValueError("it has no layers that support activation checkpointing")
+        _KINDS[key] = [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
+    return _KINDS[key]
 
 
+_KINDS: Final[dict[str, list[object]]] = {}
+"""Kinds of layers by configuration."""
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
 """Counted activations by all that they depend on."""
 _MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"
