@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -228,6 +230,8 @@ def test_checkpointing_modes_count_kept_and_recomputed_bytes() -> None:
     assert kept.count(Checkpointing()) == 100 + 50 + 4 * 60
     assert kept.count(Checkpointing(1)) == 100 + 5 * 4 + 60
     assert kept.count(Checkpointing(2)) == 100 + 3 * 4 + 2 * 60 + 60
+    # The last layer, which is not recomputed, is freed before the third is recomputed.
+    assert replace(kept, layers=kept.layers[:4]).count(Checkpointing(2)) == 100 + 2 * 4 + 2 * 60
     assert kept.count(Checkpointing(1, keeps_products=True)) == 100 + 5 * (4 + 20) + 60 - 20
     assert kept.count(Checkpointing(1, offloads=True)) == 100 + 60 + 4
     # One of the micro-batches is in its backward pass.

@@ -44,8 +44,8 @@ def test_other_names_are_no_known_gpu(name: str) -> None:
     [
         ("H100", {}, "float32", 989e12),
         ("H100", {"bf16": False}, "bfloat16", 989e12),
-        ("V100", {"fp16": True}, "float32", 125e12),
-        ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*`bf16: false` and `fp16: true`"),
+        ("V100-16GB", {"fp16": True}, "float32", 125e12),
+        ("V100-16GB", {}, "float32", "'V100-16GB' in bfloat16 is not known\n.*`bf16: false` and `fp16: true`"),
         ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
         ("Abacus", {}, "float32", "'Abacus' is not known\n.*nvidia-smi"),
         ("48GB", {}, "float32", "of '48GB' in bfloat16 is not known\n.*nvidia-smi"),
@@ -87,7 +87,7 @@ def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expecte
         ("NVIDIA-H100-NVL", 94, 835, ..., 300, 400),
         ("rtx-6000-ada", 48, 364.2, ..., ..., ...),
         ("A100 SXM4 80GB", 80, ..., 2039, 300, 400),
-        ("A100", 40, ..., 1555, 300, 400),
+        ("NVIDIA A100-SXM-64GB", 64, ..., ..., ..., ...),
         ("NVIDIA A10G", 24, 70, ..., ..., ...),
         ("NVIDIA A10", 24, 125, ..., ..., ...),
         ("NVIDIA L40S", 48, 362, ..., ..., 350),
@@ -167,19 +167,24 @@ def test_mig_instance_has_share_of_gpu(name) -> None:
         ("409", "did you mean .*`RTX 4090`"),
         ("H10", "H100"),
         ("MI30X", "MI300X"),
+        ("A100", "one of several\n.*`A100-PCIe-80GB` or `A100-PCIe-40GB` or `A100-80GB` or `A100-40GB`"),
+        ("NVIDIA A100-SXM4", "one of several\n.*`A100-80GB` or `A100-40GB`"),
+        # An instance of this size is a half of one board, and all of another.
+        ("A100 MIG 3g.40gb", "one of several"),
+        ("Tesla V100", "one of several\n.*`V100-32GB` or `V100-16GB`"),
+        ("RTX 6000", "one of several\n.*`RTX PRO 6000` or `RTX 6000 Ada`"),
         ("Abacus", "nvidia-smi -L"),
         (" ", "nvidia-smi -L"),
     ],
 )
-def test_unknown_name_error_suggests_names(name, words) -> None:
+def test_unknown_or_ambiguous_name_error_suggests_names(name, words) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_device(name)
 
 
-def test_ambiguous_name_reports_assumed_board() -> None:
-    assert choose_device("A100").assumed == "SXM, 40 GB; another is A100-80GB"
+def test_short_name_reports_assumed_board() -> None:
     assert choose_device("h100").assumed.startswith("SXM")
-    assert not choose_device("A100-80GB").assumed
+    assert choose_device("A100-80GB").assumed == "SXM"
     assert not choose_device("NVIDIA H100 80GB HBM3").assumed
 
 

@@ -42,7 +42,7 @@ from recipes_lib.planning.memory import (
     plan_memory,
     resolve_checkpointing,
 )
-from recipes_lib.planning.memory_plan import KINDS, Held, Layout
+from recipes_lib.planning.memory_plan import KINDS, LOGITS, UPDATE, Held, Layout
 
 KEYS: dict[str, Any] = {
     "max_length": 64,
@@ -240,8 +240,8 @@ def test_checkpointing_kwargs_order_activation_memory(count) -> None:
         for options in ({"save_matmuls": True}, {"every_n_layers": 2}, {"offload": True})
     )
     assert offloaded < whole < selective < none
-    # The first of two layers is recomputed, and held again during its backward pass.
-    assert whole < half <= none + 2 * 64 * 64 * 4
+    # Of two layers, the second is freed before the first is recomputed, and its input is not saved twice.
+    assert half < whole
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
@@ -369,7 +369,21 @@ def test_offloaded_zero_holds_16_bit_weights_only(plan_pretraining, num_paramete
     held = sum(components.get(f"model, {kind}", 0) for kind in KINDS)
     assert held == pytest.approx(2 / 4 * num_parameters, abs=3)
     assert NARROW not in components
-    assert components["bucket in which gradients are reduced"] == 2 * num_parameters
+    assert components["bucket in which gradients are reduced"] == 2 * 500_000_000
+    assert UPDATE not in components
+
+
+def test_zero_has_16_bit_gradients_until_the_update(build, plan_pretraining, num_parameters) -> None:
+    """As DeepSpeed allocates them: joined in 16 bits and cast to 32, when no activations are held."""
+    for shards in (Held(1, 1, 4), Held(1, 4, 4), Held(4, 4, 4)):
+        layout = Layout("", 4, shards, is_deepspeed=True)
+        assert plan_pretraining(layout)[UPDATE] == pytest.approx((2 + 4) * num_parameters / 4, abs=6)
+    reduced = "gradients before they are reduced"
+    assert plan_pretraining(layout)[reduced] == plan_pretraining(SHARDED)[reduced] / 2
+    plan = plan_memory(build("sft"), LlamaConfig(**FEW_LAYERS), layout)
+    temporary = {name: plan.components[name] for names in plan.phases.values() for name in names}
+    assert plan.peaks["backward pass"] == plan.peaks["optimizer step"] - temporary.pop(UPDATE) + sum(temporary.values())
+    assert {KEPT, reduced, "bucket in which gradients are reduced", LOGITS} < {*temporary}
 
 
 def test_tied_embeddings_trained_beside_adapter_count_once(build) -> None:

@@ -189,22 +189,22 @@ class Activations:
         return replace(self, outside=extend(self.outside, larger.outside), layers=tuple(layers))
 
     def count(self, checkpointing: Checkpointing, in_flight: float = 1) -> int:
-        """Return the peak bytes at the start of a backward pass, including those of one recomputed layer.
+        """Return the peak bytes of a backward pass, in which later layers are freed before one is recomputed.
 
         Args:
             checkpointing: Recomputed layers.
             in_flight: Micro-batches whose activations are held, one of which is in its backward pass.
         """
-        kept, recomputed = self.outside, 0
+        held, peak = self.outside, 0
         for index, layer in enumerate(self.layers):
             if not checkpointing.every or index % checkpointing.every:
-                kept += layer.total
+                held += layer.total
                 continue
-            kept += (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
+            held += (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
             # While a layer is recomputed, its saved products are reused, and an offloaded input is on the device again.
             rest = layer.total - (layer.products if checkpointing.keeps_products else 0)
-            recomputed = max(recomputed, rest + (layer.inputs if checkpointing.offloads else 0))
-        return round(in_flight * kept) + recomputed
+            peak = max(peak, held + rest + (layer.inputs if checkpointing.offloads else 0))
+        return round((in_flight - 1) * held) + max(held, peak)
 
 
 class _Kept:

@@ -121,16 +121,19 @@ def choose_device(name: str) -> Device:
     """Return the GPU of a name.
 
     Raises:
-        ConfigError: The GPU is unknown; the error has similar names.
+        ConfigError: The GPU is unknown, or one of several of its name; the error has the names to write.
     """
     if (device := find_device(name)) is not None:
         return device
     part = name.strip().upper()
-    near = [known for known in _DEVICES if part and part in known.upper()] or difflib.get_close_matches(part, _DEVICES)
+    models = {*re.findall(r"\b[A-Z]*\d+\b", part)}
+    alike = [known for known in _DEVICES if models & {*re.split("[ -]", known)}]
+    near = alike or [known for known in _DEVICES if part and part in known.upper()]
+    near = near or difflib.get_close_matches(part, _DEVICES)
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"
     if near:
         remedy = f"did you mean {' or '.join(f'`{known}`' for known in near)}?"
-    raise ConfigError(Problem("--gpu", f"the GPU {name!r} is not known", remedy))
+    raise ConfigError(Problem("--gpu", f"the GPU {name!r} is {'one of several' if alike else 'not known'}", remedy))
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -7,6 +7,7 @@ training; activations are counted in a forward pass on fake tensors.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
@@ -40,7 +41,9 @@ from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan, shorten
 
 _BUCKET_SIZE: Final = 500_000_000
-"""Elements of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
+"""Elements of a bucket, which is allocated whole: DeepSpeed's default ``reduce_bucket_size``."""
+_GROUP_SIZE: Final = 1_000_000_000
+"""Parameters that ZeRO-3 updates at once: DeepSpeed's default ``sub_group_size``."""
 
 
 def has_half_products(config: RecipeConfig) -> bool:
@@ -69,8 +72,13 @@ def plan_memory(
     samples = is_rl or bool(config.distillation.lmbda)
     narrowed = layout.narrow(model_config)
     text = narrowed.get_text_config()
-    with torch.device("meta"):
-        built = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+    # The same in most layouts and candidates of a search.
+    neutral = dataclasses.replace(config, tokens=TokensConfig()).with_training(dict.fromkeys(_SEARCHED))
+    key = (narrowed.to_json_string(), layout.is_deepspeed, repr(neutral))
+    if key not in _BUILT:
+        with torch.device("meta"):
+            _BUILT[key] = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+    built = _BUILT[key]
     temporary = _count_exchange(config, built, layout)
     if layout.shards.weights != 1 and config.quantization.load_in_4bit:
         # Of the scales, weights already have the share that they would have of parameters.
@@ -87,8 +95,12 @@ def plan_memory(
         numbers = max(several(layers) + ends for layers, ends in parts)
         temporary["gathered: layers, embeddings and output projection"] = numbers * _count_width(config, narrowed)
     choices = count_choices(config, narrowed, layout, kept)
+    phases = _name_phases(config) if samples else {}
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
+    if memory_plan.UPDATE in temporary:
+        backward = [name for name in (*temporary, memory_plan.LOGITS) if name != memory_plan.UPDATE]
+        phases = {"backward pass": backward, "optimizer step": [memory_plan.UPDATE]}
     temporary |= {
         memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
         memory_plan.COMMUNICATION: memory_plan.COMMUNICATION_BYTES if layout.num_gpus > 1 else 0,
@@ -107,7 +119,7 @@ def plan_memory(
         layout,
         "; ".join(filter(None, [built.about, kernels if packages else ""])),
         components,
-        _name_phases(config) if samples else {},
+        phases,
         num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
         vocabulary=text.vocab_size,
         logit_bytes=count_logit_bytes(config, text),
@@ -206,6 +218,15 @@ class _Built(NamedTuple):
     teacher: Any = None
 
 
+_BUILT: Final[dict[tuple[object, ...], _Built]] = {}
+"""Built models by all that they depend on."""
+_SEARCHED: Final = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "torch_compile", "use_liger_kernel"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs", "per_device_eval_batch_size"),
+)
+"""Keys of training that no built model depends on."""
+
+
 def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> _Built:
     """Build the models of a recipe with upstream's trainer: one trained model and frozen ones."""
     is_reward = config.recipe == "reward"
@@ -274,15 +295,20 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
     is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
+    width = 2 if is_half else next(model.parameters()).element_size()
     if layout.is_deepspeed:
-        width = 2 if is_half else next(model.parameters()).element_size()
-        temporary["bucket in which gradients are reduced"] = min(gradients, _BUCKET_SIZE * width)
+        temporary["bucket in which gradients are reduced"] = _BUCKET_SIZE * width
+        if layout.shards.states:
+            # Joined to one tensor, and cast; ZeRO-3 updates a part of them at a time.
+            number = gradients // (width * layout.shards.states)
+            at_once = min(number, _GROUP_SIZE) if layout.shards.weights != 1 else number
+            temporary[memory_plan.UPDATE] = (width + 4) * at_once
     elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in compute.RL_RECIPES:
         temporary["buckets in which gradients are summed"] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
         in_layers = sum(layers) if layout.pipeline_stages > 1 else max(layers)
-        temporary["gradients before they are reduced"] = 4 * max(in_layers, ends)
+        temporary["gradients before they are reduced"] = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
     elif is_half and not layout.is_deepspeed:
         # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
         # weights count as activations, because layers that are recomputed do not hold them.
@@ -290,7 +316,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         number = sum(one.numel() for one in copied if one.dtype == torch.float32)
         temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
-    if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
+    if (layout.shards.weights == 1 or layout.is_deepspeed) and head is not None and head.weight.requires_grad:
         temporary["gradient of the output projection in a pass"] = 4 * head.weight.numel()
     return temporary
 
@@ -348,13 +374,17 @@ def count_kept(
 
 def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
     """Return what distinguishes each layer: the names and shapes of its weights."""
-    with torch.device("meta"):
-        layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
-    if not layers:
-        raise ValueError("it has no layers that support activation checkpointing")
-    return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
+    if (key := model_config.to_json_string()) not in _KINDS:
+        with torch.device("meta"):
+            layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+        if not layers:
+            raise ValueError("it has no layers that support activation checkpointing")
+        _KINDS[key] = [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
+    return _KINDS[key]
 
 
+_KINDS: Final[dict[str, list[object]]] = {}
+"""Kinds of layers by configuration."""
 _COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
 """Counted activations by all that they depend on."""
 _MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"

@@ -35,6 +35,7 @@ ENGINE_CACHE: Final = "vLLM's KV cache"
 CONTEXT: Final = "CUDA context and workspaces"
 COMMUNICATION: Final = "NCCL buffers"
 RESERVE: Final = "fragmentation reserve"
+UPDATE: Final = "gradients in the update"
 _TABLE: Final = read_lists(Path(__file__).with_name("components.yaml"))
 FORMULAS: Final[Mapping[str, str]] = _TABLE["formulas"]
 """Formula of each component by its name, of models by the part after the model."""

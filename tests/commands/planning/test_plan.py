@@ -175,12 +175,12 @@ def test_hours_follow_from_printed_formula(plan) -> None:
     assert (gpus, peak, mfu) == (4, 312e12, 0.45)
     assert float(hours) == pytest.approx(flops / (gpus * peak * mfu * 3600), abs=0.05)
     assert float(days) == pytest.approx(float(hours) / 24, abs=0.05)
-    assert "on 16 A100" in plan("--num_processes", 4, "--gpu", "A100", "--num_gpus", 16)
+    assert "on 16 A100-40GB" in plan("--num_processes", 4, "--gpu", "A100-40GB", "--num_gpus", 16)
     assert "name a GPU" in plan()
 
 
 def test_num_gpus_defaults_to_one_process_each(plan) -> None:
-    assert plan("--gpu", "A100", "--num_gpus", 4) == plan("--gpu", "A100", "--num_processes", 4)
+    assert plan("--gpu", "H200", "--num_gpus", 4) == plan("--gpu", "H200", "--num_processes", 4)
     hint = re.search("name a GPU: (.*)", plan())[1].split()
     assert plan(*hint) == plan("--gpu", "H100", "--num_processes", 8, "--num_gpus", 8)
 
@@ -371,6 +371,7 @@ def test_cost_is_price_times_hours(plan_other) -> None:
         ("ppo", ["--deadline", "1"], {}, "--deadline: needs --gpus"),
         ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),
         ("ppo", ["--gpus", "2xMI999"], {}, "'MI999' is not known"),
+        ("sft", ["--gpus", "8xA100"], {}, "'A100' is one of several"),
         ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "--mfu: excludes --gpus"),
         ("sft", ["--calibrate", "out"], {}, "--calibrate: needs --gpu or --gpus"),
         ("sft", ["--mfu", "50%"], {}, "--mfu: needs --gpu"),

@@ -117,6 +117,8 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
     write_rows(runs[3] / "metrics.jsonl", events)
     rates = [{"kind": "train", "step": n, "loss": 2.0, "learning_rate": rate} for n, rate in enumerate((0, 1e-3, 6e-4))]
     write_rows(runs[4] / "metrics.jsonl", rates)
+    (runs[5] / "config.json").write_text('{"model_type": "lla')
+    (runs[6] / "config.json").write_text('{"model_type": "vit"}')
     output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
@@ -126,6 +128,8 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         runs[2].name: "has no `num_tokens`",
         runs[3].name: "has no finite loss",
         runs[4].name: "learning rate ends at 0.0006 of 0.001",
+        runs[5].name: "config.json",
+        runs[6].name: "a vit model cannot be built",
     }.items():
         assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()

@@ -402,17 +402,15 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
         config = config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
     axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
 
-    def list_plans(chosen: Sequence[_Change]) -> list[MemoryPlan]:
+    def list_plans(chosen: Sequence[_Change]) -> Iterator[MemoryPlan]:
         changed, count = config, hardware.num_gpus
         for change in chosen:
             changed, count = change.apply(changed), count * change.factor
         starts = list_starts(changed, run.model_config, count)[0].items()
-        named = [
-            layout
-            for layout, start in starts
-            if start.name in REPLICATED_OR_SHARDED and is_supported(changed, start, {})
-        ]
-        return [plan_memory(changed, run.model_config, layout, device_bytes=size) for layout in named]
+        # Sharded first, because that fits more often.
+        for layout, start in reversed(starts):
+            if start.name in REPLICATED_OR_SHARDED and is_supported(changed, start, {}):
+                yield plan_memory(changed, run.model_config, layout, device_bytes=size)
 
     def fits(chosen: Sequence[_Change]) -> bool:
         return any(plan.fits(size) for plan in list_plans(chosen))

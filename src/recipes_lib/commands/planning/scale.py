@@ -21,7 +21,7 @@ from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, reported_at
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import (
@@ -101,9 +101,8 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     if rates and rates[-1] > _DECAYED * max(rates):
         found = f"its learning rate ends at {rates[-1]:.3g} of {max(rates):.3g}: a decay would lower the loss further"
         raise DataError(Problem(str(folder), found, _DECAY))
-    with explained("runs", str(folder)):
-        config = AutoConfig.from_pretrained(folder)
-    size = compute_model_size(config)
+    with reported_at(str(folder)), explained("runs", str(folder)):
+        size = compute_model_size(AutoConfig.from_pretrained(folder))
     # Not an earlier evaluation if the last one is NaN.
     loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:
@@ -225,14 +224,18 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 
 
 def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
-    runs, problems = list[Run](), list[Problem]()
-    tokenizers = [_read_tokenizer(folder) for folder in options.runs]
-    for folder, tokenizer in zip(options.runs, tokenizers, strict=True):
-        with collect_problems(problems):
+    runs, problems, read = list[Run](), list[Problem](), dict[Path, object]()
+    for folder in options.runs:
+        try:
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
-            if tokenizer != tokenizers[0]:
-                found = f"has another tokenizer than {options.runs[0]}: their losses per token cannot be compared"
-                raise DataError(Problem(str(folder), found, "name runs with the same tokenizer"))
+        except UserError as error:
+            problems += error.problems
+            continue
+        read[folder] = _read_tokenizer(folder)
+        first, tokenizer = next(iter(read.items()))
+        if read[folder] != tokenizer:
+            found = f"has another tokenizer than {first}: their losses per token cannot be compared"
+            problems.append(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
     curves, metric = _read_curves(options.runs)

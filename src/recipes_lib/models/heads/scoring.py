@@ -48,8 +48,9 @@ SCALE_FILE: Final = "reward_scale.json"
 Overlong = Literal["error", "nan"]
 """Result for an input longer than the positions of the model: a ``DataError``, or the score NaN."""
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-MAX_BATCH_TOKENS = 8192
-"""Maximum tokens of a batch, including padding; a longer input is a batch by itself."""
+MAX_BATCH_TOKENS = 4096
+"""Maximum tokens of a batch, including padding; a longer input is a batch by itself. Without gradients, they need less
+memory than the training batches that are planned, as those of the report after training must."""
 TOO_LONG: Final = (
     "shorten prompt or answer (in a run: `response_length`, or `max_length` with `overlong: drop`), or take a reward "
     "model with more positions"
