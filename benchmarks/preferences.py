@@ -166,14 +166,14 @@ def measure_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter:
     from recipes_lib.training.monitoring.callbacks import Observer
     from recipes_lib.training.monitoring.metrics import StepCounter
     from recipes_lib.training.monitoring.progress import build_progress
-    from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
+    from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
 
     model = load_reward_model(ModelConfig(model_name_or_path=str(folder / "model")), "sdpa", seed=0)
     add_score_head(model)
-    trainer = RewardTrainer(
+    trainer = PairTrainer(
         model=model,
         args=RewardConfig(output_dir, max_steps=steps, logging_steps=1, remove_unused_columns=False, **SHARED),
-        objective=RewardObjective(),
+        score=score_rewards,
         train_dataset=pairs.with_format("numpy"),
         data_collator=PairCollator(pad_token_id=0),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),

@@ -24,7 +24,7 @@ from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
-from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, verify_pair_attention
+from recipes_lib.training.trainers.pair_trainer import build_pair_collator, choose_pair_attention, verify_pair_attention
 from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
 
 

@@ -23,8 +23,13 @@ from recipes_lib.report.reward_report import store_score_statistics, write_rewar
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention, verify_pair_attention
-from recipes_lib.training.trainers.pair_trainer import RewardTrainer, build_reward_objective
+from recipes_lib.training.trainers.pair_trainer import (
+    PairTrainer,
+    build_pair_collator,
+    build_reward_score,
+    choose_pair_attention,
+    verify_pair_attention,
+)
 from recipes_lib.training.trainers.trained_model import load_scorer, load_verified_config
 
 
@@ -45,17 +50,17 @@ def main(run: Run) -> None:
 
     # The score is read at the last token of an answer, in training and in inference.
     collate = build_pair_collator(tokenizer, attention)
-    objective = build_reward_objective(args, config.preference)
-    trainer = RewardTrainer(
+    score = build_reward_score(args, config.preference)
+    trainer = PairTrainer(
         model=model,
         args=args,
-        objective=objective,
+        score=score,
         adapter=config.adapter,
         train_dataset=UnfinishedAnswers(data.train, tokenizer, config.preference.unfinished_share, args.seed),
         eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
-        observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
+        observer=build_observer(config, data, args, model, tokenizer, collate, score),
     )
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     # Save mean and standard deviation of scores with the model, and check its quality gates.

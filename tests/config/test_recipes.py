@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
+from tests.forked import ROOT
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
@@ -104,6 +106,15 @@ def test_keys_of_former_rloo_are_renamed() -> None:
     }
     known = read_known("rloo")
     assert {name: known[name].new for name in renamed} == renamed
+
+
+def test_accepted_keys_of_trl_are_read_outside_of_the_configuration() -> None:
+    """TRL's trainers, which are not used, are their only other readers."""
+    sources = [path for path in (ROOT / "src").rglob("*.py") if "config" not in path.parts]
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    upstream = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for recipe in RECIPE_NAMES:
+        assert not (UPSTREAM[recipe] - upstream) & set(load_table(recipe).keys) - words, recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

@@ -18,6 +18,8 @@ AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
+        ("early_stopping_threshold: 0.1", 5, "no effect: `early_stopping_patience` is null"),
+        ("activation_checkpointing_kwargs: {save_matmuls: true}", 5, "no effect: `activation_checkpointing` is false"),
         *(
             (keys, 5, "has no effect: `dataset_test_split`, `test_split_size`, `eval_datasets` are null")
             for keys in ("early_stopping_patience: 2", "load_best_model_at_end: true")
@@ -116,6 +118,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("use_peft: false", 5, "`use_peft` is false"),
         ("load_in_4bit: true\nload_in_8bit: true", 5, "are both set"),
         ("adapter_name_or_path: owner/adapter\nlora_r: 8", 6, "`lora_r` has no effect"),
+        ("adapter_name_or_path: owner/adapter\nlora_alpha: 64", 6, "`lora_alpha` has no effect"),
+        ("adapter_name_or_path: owner/adapter\nuse_rslora: true", 6, "`use_rslora` has no effect"),
         ("bnb_4bit_quant_type: fp4", 5, "`bnb_4bit_quant_type` has no effect: `load_in_4bit` is false"),
         ("load_in_8bit: true\nuse_bnb_nested_quant: false", 6, "has no effect: `load_in_4bit` is false"),
         ("ewc_lambda: 1", 5, "full fine-tuning"),
@@ -140,6 +144,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("loss_type: [sigmoid, apo_zero]\nf_divergence_type: forward_kl", 6, "is not defined for apo_zero"),
         ("loss_type: [sigmoid, aot]\nuse_weighting: true", 6, "take apart"),
         ("loss_type: orpo\nref_model_name_or_path: a/b", 6, 'no effect: `loss_type` is ["orpo"]'),
+        ("ref_model_revision: v2", 5, "no effect: `ref_model_name_or_path` is null"),
         ("loss_type: sigmiod", 5, "`loss_type` is 'sigmiod'"),
         ("beta: 0", 5, "makes the loss constant"),
         ("ewc_lambda: 1\nuse_peft: true", 5, "do not change"),
@@ -205,6 +210,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "grpo": [
         ("scale_rewards: groups", 5, "write one of group, batch, none or true or false"),
+        ("use_bias_correction_kl: false", 5, "no effect: `beta` is 0.0"),
         ("delta: 4\nloss_type: sapo", 5, "write `loss_type: grpo or dr_grpo"),
         ("delta: 0.28", 5, "write a number above 1"),
         ("vespo_k_pos: 3", 5, "write `loss_type: vespo`"),

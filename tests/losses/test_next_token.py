@@ -81,7 +81,7 @@ def test_cross_entropy_without_targets_is_differentiable_zero() -> None:
     hidden.requires_grad_()
     weight.requires_grad_()
     sums = compute_cross_entropy(hidden, weight, torch.full_like(targets, -100))
-    assert [value.item() for value in sums] == [0.0, 0, 0]
+    assert [value.item() for value in sums[:3]] == [0.0, 0, 0]
     for gradient in gradients_of(sums.nll_sum, hidden, weight):
         assert gradient.eq(0).all()
 

@@ -25,7 +25,7 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
-from recipes_lib.training.trainers.pair_batches import build_pair_collator, choose_pair_attention
+from recipes_lib.training.trainers.pair_trainer import build_pair_collator, choose_pair_attention
 from recipes_lib.training.trainers.trained_model import load_policy
 
 # TRL also scores tokens after the end of an answer; this template has none.

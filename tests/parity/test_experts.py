@@ -23,7 +23,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
+from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
 
 PAD = 1
 LENGTHS = ((31, 4, 6), (9, 3), (5,))
@@ -147,10 +147,10 @@ def test_aux_loss_of_pair_recipes_equals_transformers(experts_dir, tmp_path, rec
         model = load_reward_model(ModelConfig(model_name_or_path=str(experts_dir)), "sdpa", seed=0)
         model.config.pad_token_id = PAD
         add_score_head(model)
-        trainer = RewardTrainer(
+        trainer = PairTrainer(
             model=model,
             args=RewardConfig(str(tmp_path), remove_unused_columns=False, use_cpu=True, bf16=False, report_to="none"),
-            objective=RewardObjective(),
+            score=score_rewards,
             train_dataset=pairs,
             data_collator=PairCollator(pad_token_id=PAD, layout="separate"),
             processing_class=AutoTokenizer.from_pretrained(experts_dir),

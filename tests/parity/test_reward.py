@@ -21,7 +21,7 @@ from recipes_lib.models.heads.score_head import add_score_head, load_reward_mode
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer
+from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
 
 SHARED: dict[str, Any] = trl_runs.SHARED | {
     "learning_rate": 3e-4,
@@ -65,10 +65,10 @@ def train_ours(start_dir: Path, folder: Path, pairs: Dataset, layout: PairLayout
     model = load_reward_model(ModelConfig(model_name_or_path=str(start_dir)), "sdpa", seed=None)
     add_score_head(model)
     recorder = Recorder()
-    trainer = RewardTrainer(
+    trainer = PairTrainer(
         model=model,
         args=RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, report_to="none", **SHARED),
-        objective=RewardObjective(center_coefficient=SHARED["center_rewards_coefficient"]),
+        score=partial(score_rewards, center_coefficient=SHARED["center_rewards_coefficient"]),
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=PAD, layout=layout),
         processing_class=AutoTokenizer.from_pretrained(start_dir),

@@ -27,7 +27,7 @@ from recipes_lib.models.attention import kernels
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.training.layouts.launch_environment import plan_launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
-from recipes_lib.training.trainers.pair_batches import choose_pair_attention
+from recipes_lib.training.trainers.pair_trainer import choose_pair_attention
 
 FOLDER = ROOT / "recipes" / "configs"
 PAGE = ROOT / "docs" / "recipes.md"

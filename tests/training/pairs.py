@@ -34,7 +34,7 @@ from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
-from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
+from recipes_lib.training.trainers.pair_trainer import PairAttention, build_pair_collator
 from recipes_lib.training.trainers.trained_model import load_policy
 
 # Every run collects garbage, which would spend most of its time traversing imported modules.

@@ -238,7 +238,8 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
         key, decider = row["key"], row["decider"]
         if settings.gives(key) and settings[key] != row.get("becomes") and is_overruled(row, settings):
             # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
-            if settings.given[decider].flag and not settings.given[key].flag:
+            decided = settings.given.get(decider)
+            if decided and decided.flag and not settings.given[key].flag:
                 continue
             found = f"`{key}` has no effect: {row['why']} ({settings.where(decider)})"
             yield settings.problem(key, found, "keep one of the two")

@@ -25,11 +25,13 @@ class TokenSums(NamedTuple):
         nll_sum: Negative log-likelihood in nats; ``float32`` scalar, differentiable.
         num_targets: Scored tokens; ``int64`` scalar.
         num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
+        aux_loss: Load-balancing loss of the model, which a loss head adds (``add_loss_head``); ``None`` without one.
     """
 
     nll_sum: Tensor
     num_targets: Tensor
     num_correct: Tensor
+    aux_loss: Tensor | None = None
 
 
 def index_targets(targets: Tensor) -> Tensor:
@@ -153,12 +155,14 @@ class TokenLogps(NamedTuple):
         is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
         log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` without statistics.
         entropy: ``-sum_v p(v) log p(v)`` in nats; ``float32 (N,)``, without gradient; ``None`` without statistics.
+        aux_loss: As in ``TokenSums``.
     """
 
     logps: Tensor
     is_top: Tensor
     log_sum_sq_probs: Tensor | None
     entropy: Tensor | None
+    aux_loss: Tensor | None = None
 
 
 # The number of targets differs between batches: under torch.compile, every new number would be recompiled.

@@ -37,6 +37,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
+from recipes_lib.training.optim.optimizers import report_optimizer
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 _COUNTS: Final = ("iteration", "num_answers", "num_tokens", "num_target_tokens", "seconds")
@@ -141,6 +142,9 @@ class PolicyTrainer:
         self._watch = AnswerWatch(say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, say)
         self._learners = self._build_learners()
+        for name, learner in self._learners.items():
+            for line in report_optimizer(learner.optimizer, models.policy, args):
+                say(f"{name}: {line}")
         self._collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
         self._engine_guard = EngineGuard(self._collector.generator, self.method.objective, self._dtype, say)
         self._sample_prompts = (prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]

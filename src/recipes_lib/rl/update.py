@@ -30,7 +30,7 @@ from recipes_lib.training.guards.step_facts import StepInputs, dump_and_raise
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.optim.optimizers import get_decay_names
+from recipes_lib.training.optim.optimizers import get_decay_names, group_by_decay
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 _SPOKEN: Final = {
@@ -155,11 +155,7 @@ class Learner:
         self.parameters = parameters
         self.layout = choose_learner_layout(model)
         self._max_norm = args.max_grad_norm
-        decaying = set(get_decay_names(model, decay_embeddings=True))
-        groups = [
-            {"params": [p for n, p in parameters.items() if (n in decaying) is decays], "weight_decay": decay}
-            for decays, decay in ((True, args.weight_decay), (False, 0.0))
-        ]
+        groups = group_by_decay(parameters, set(get_decay_names(model, decay_embeddings=True)), args.weight_decay)
         schedule_options: Any = args.lr_scheduler_kwargs
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
         self.optimizer: Any = kind(groups, **{**options, "lr": learning_rate})

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.errors import DataError
-from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
+from recipes_lib.losses.next_token import TokenSums
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.evaluation import held_out
 from recipes_lib.training.evaluation.build import count_text_bytes
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, count_rounds, share_rows
@@ -83,7 +84,7 @@ class UniformModel(nn.Module):
 
     def forward(self, labels: torch.Tensor, **_: Any) -> Any:
         num_targets = labels.ne(IGNORE_INDEX).sum()
-        return LossHeadOutput(nll_sum=self.nats * num_targets, num_targets=num_targets, num_correct=torch.tensor(0))
+        return TokenSums(self.nats * num_targets, num_targets, torch.tensor(0))
 
 
 def test_uniform_model_has_known_bits_per_byte_and_perplexity(

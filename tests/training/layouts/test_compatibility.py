@@ -80,6 +80,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     (({"bf16": False}, DDP), [({"bf16": False}, launch("MULTI_GPU", precision="no"))]),
     (({"fp16": False}, launch("NO", precision="fp16")), [({"fp16": False}, DDP)]),
+    ((RLOO, launch("MULTI_GPU", precision="fp16")), [(RLOO, DDP), (SFT, launch("MULTI_GPU", precision="fp16"))]),
     (
         ({"dtype": "bfloat16"}, FSDP),
         [
@@ -267,6 +268,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "not tested with context parallelism"),
     ({}, cut("fp8"), "8-bit layers do not support tensor"),
     ({}, cut(fsdp_activation_checkpointing=True), "ignores both"),
+    *((each, launch(precision="fp8"), "no loss scaler") for each in (PPO, {"recipe": "grpo"})),
     (RLOO, ZERO, "DeepSpeed supports one model"),
     (PPO | {"use_transformers_continuous_batching": True}, FSDP, "generates in another thread"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),

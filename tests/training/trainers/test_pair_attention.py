@@ -25,8 +25,8 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention import kernels
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import add_score_head
-from recipes_lib.training.trainers import pair_batches
-from recipes_lib.training.trainers.pair_batches import (
+from recipes_lib.training.trainers import pair_trainer
+from recipes_lib.training.trainers.pair_trainer import (
     PairAttention,
     build_pair_collator,
     choose_pair_attention,
@@ -153,7 +153,7 @@ def test_leak_between_documents_falls_back_to_unpacked_rows(tmp_path, model, mon
 
 
 def test_leak_between_answers_falls_back_to_packed_documents(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    monkeypatch.setattr(pair_trainer, "prove_shared_prompt", lambda model: "answers see each other")
     verified = verify_pair_attention(configure(tmp_path), SHARED, model)
     assert verified == PairAttention("sdpa", "separate", packing=True, reason="answers see each other")
 
@@ -163,7 +163,7 @@ def test_leak_in_shared_flat_layout_falls_back_to_flat(tmp_path, monkeypatch, ti
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="varlen")
     chosen = PairAttention("varlen", "shared_flat")
     assert verify_pair_attention(configure(tmp_path), chosen, model) == chosen
-    monkeypatch.setattr(pair_batches, "prove_shared_prompt", lambda model: "answers see each other")
+    monkeypatch.setattr(pair_trainer, "prove_shared_prompt", lambda model: "answers see each other")
     verified = verify_pair_attention(configure(tmp_path), chosen, model)
     assert verified == PairAttention("varlen", "flat", packing=True, reason="answers see each other")
 

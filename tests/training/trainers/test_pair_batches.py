@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.trainers.pair_batches import (
-    PairAttention,
     PairScores,
-    build_pair_collator,
     compute_answer_logps,
     compute_rounding,
     count_pairs,
     read_inputs,
     split_sequences,
 )
+from recipes_lib.training.trainers.pair_trainer import PairAttention, build_pair_collator
 
 NUM_PAIRS = 6
 

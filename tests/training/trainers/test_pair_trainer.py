@@ -20,7 +20,7 @@ from recipes_lib.training.monitoring.callbacks import Observer, TermMetrics
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
-from recipes_lib.training.trainers.pair_trainer import RewardObjective, RewardTrainer, build_reward_objective
+from recipes_lib.training.trainers.pair_trainer import PairTrainer, build_reward_score, score_rewards
 
 BATCHES = {
     "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
@@ -161,16 +161,16 @@ def make_judged_pairs(num_pairs: int = 32) -> Dataset:
     return Dataset.from_dict(rows).with_format("numpy")
 
 
-def make_trainer(model_dir, folder, pairs, objective=None, **training):
+def make_trainer(model_dir, folder, pairs, **training):
     model = load_reward_model(ModelConfig(model_name_or_path=str(model_dir)), "sdpa", seed=0)
     add_score_head(model)
     recorder = Recorder()
     keys = {"bf16": False, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
     args = RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, **keys | training)
-    trainer = RewardTrainer(
+    trainer = PairTrainer(
         model=model,
         args=args,
-        objective=objective or RewardObjective(),
+        score=score_rewards,
         train_dataset=pairs,
         data_collator=PairCollator(pad_token_id=1),
         processing_class=AutoTokenizer.from_pretrained(model_dir),
@@ -187,7 +187,7 @@ def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
     assert all(logs["rewards/accuracies"] == 1 for logs in last)
     held_out = make_judged_pairs(64).select(range(32, 64))
     batch = trainer.data_collator([held_out[number] for number in range(32)])
-    scores = trainer.objective.score(trainer.model.eval(), batch)
+    scores = trainer.score_pairs(trainer.model.eval(), batch)
     assert scores.figures["rewards/accuracies"].mean() > 0.9
 
 
@@ -196,7 +196,7 @@ def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
     pairs = make_pairs(4)
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
     rows = [pairs[number] for number in range(4)]
-    right = trainer.objective.score(trainer.model.eval(), trainer.data_collator(rows)).losses
+    right = trainer.score_pairs(trainer.model.eval(), trainer.data_collator(rows)).losses
     if mistake == "without the end":
         rows = [row | {"chosen_ids": row["chosen_ids"][:-1]} for row in rows if len(row["chosen_ids"]) > 1]
         right = right[[len(pair["chosen_ids"]) > 1 for pair in pairs]]
@@ -205,7 +205,7 @@ def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
         batch["last_positions"] = batch["last_positions"] - 1
     if mistake == "swapped":
         batch["last_positions"] = batch["last_positions"].view(-1, 2).flip(1).flatten()
-    assert not torch.allclose(trainer.objective.score(trainer.model, batch).losses, right, atol=1e-4)
+    assert not torch.allclose(trainer.score_pairs(trainer.model, batch).losses, right, atol=1e-4)
 
 
 def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
@@ -213,7 +213,7 @@ def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
     batch = trainer.data_collator([pairs[number] for number in range(5)])
     with torch.no_grad():
-        scores = trainer.objective.score(trainer.model.eval(), batch)
+        scores = trainer.score_pairs(trainer.model.eval(), batch)
         for number, pair in enumerate(pairs):
             for name in ("chosen", "rejected"):
                 ids = torch.from_numpy(np.concatenate([pair["prompt_ids"], pair[f"{name}_ids"]]))[None]
@@ -226,9 +226,8 @@ def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
     assert torch.allclose(scores.losses, -torch.nn.functional.logsigmoid(gap))
 
 
-def test_reward_objective_reads_keys(tmp_path):
-    args = RewardConfig(str(tmp_path), use_cpu=True, center_rewards_coefficient=0.02)
-    objective = build_reward_objective(args, PreferenceConfig(label_smoothing=0.1))
-    assert objective == RewardObjective(label_smoothing=0.1, center_coefficient=0.02)
-    args = RewardConfig(str(tmp_path), use_cpu=True, center_rewards_coefficient=None)
-    assert build_reward_objective(args, PreferenceConfig()) == RewardObjective()
+@pytest.mark.parametrize("coefficient", [0.02, None])
+def test_reward_loss_reads_keys(tmp_path, coefficient):
+    args = RewardConfig(str(tmp_path), use_cpu=True, center_rewards_coefficient=coefficient)
+    score = build_reward_score(args, PreferenceConfig(label_smoothing=0.1))
+    assert score.keywords == {"label_smoothing": 0.1, "center_coefficient": coefficient or 0.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from transformers.utils.generic import ModelOutput
 
 from recipes_lib.errors import ConfigError, Problem, list_first
 from recipes_lib.losses.distillation import (
@@ -24,48 +22,17 @@ from recipes_lib.losses.distillation import (
     TopLogps,
     compute_distillation,
 )
-from recipes_lib.losses.next_token import TokenLogps, compute_cross_entropy, compute_token_logps, index_targets
+from recipes_lib.losses.next_token import (
+    TokenLogps,
+    TokenSums,
+    compute_cross_entropy,
+    compute_token_logps,
+    index_targets,
+)
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 from recipes_lib.models.structure import find_sliding_window, find_softcap, reads_mask
-
-
-@dataclass
-class LossHeadOutput(ModelOutput):
-    """Sums over the targets of a batch.
-
-    Attributes:
-        nll_sum: Negative log-likelihood in nats; ``float32`` scalar, differentiable.
-        num_targets: Targets in the batch; ``int64`` scalar.
-        num_correct: Targets that are the arg-max of their logits; ``int64`` scalar.
-        aux_loss: Load-balancing loss of a mixture of experts, before ``router_aux_loss_coef``; ``None`` unless the
-            model's ``has_router_loss`` is set, or without that attribute ``output_router_logits`` of its configuration.
-    """
-
-    nll_sum: Tensor | None = None
-    num_targets: Tensor | None = None
-    num_correct: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-
-@dataclass
-class TokenLogpsOutput(ModelOutput):
-    """Log-probabilities and statistics of ``N`` target tokens, as ``TokenLogps``.
-
-    Attributes:
-        logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
-        is_top: Whether the target is the arg-max of its logits; ``bool (N,)``.
-        log_sum_sq_probs: ``log sum_v p(v)^2``; ``float32 (N,)``, without gradient; ``None`` without statistics.
-        entropy: ``-sum_v p(v) log p(v)`` in nats; ``float32 (N,)``, without gradient; ``None`` without statistics.
-        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
-    """
-
-    logps: Tensor | None = None
-    is_top: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 class HeadOutput(NamedTuple):
@@ -73,7 +40,8 @@ class HeadOutput(NamedTuple):
 
     Attributes:
         result: Hidden states, ``(N, D)``, differentiable; or the return value of ``head``.
-        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
+        aux_loss: Load-balancing loss of a mixture of experts, before ``router_aux_loss_coef``; ``None`` unless the
+            model's ``has_router_loss`` is set, or without that attribute ``output_router_logits`` of its configuration.
     """
 
     result: Any
@@ -83,13 +51,13 @@ class HeadOutput(NamedTuple):
 def add_loss_head(model: PreTrainedModel) -> None:
     """Extend the forward pass of ``model`` by calls that return a loss, log-probabilities or hidden states.
 
-    - ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` returns a ``LossHeadOutput``. ``labels``
+    - ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` returns a ``TokenSums``. ``labels``
       are ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets``, ``int64 (B, L)``, each
       hidden state is scored on the target at its own position, as under context parallelism (``shard_batch``).
       ``target_positions``, ``int64 (N,)``, are the indices of targets in the flattened ``targets``, otherwise in the
       flattened ``labels[:, 1:]``; with them the host does not wait for the device to find them.
     - ``model(input_ids=..., position_ids=..., predictors=..., targets=..., token_logps=True)`` returns a
-      ``TokenLogpsOutput``. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
+      ``TokenLogps``. ``predictors`` are ``int64 (N,)`` indices into the flattened ``(B * L)`` positions,
       ``targets`` the ``int64 (N,)`` token ids predicted there; several targets may share a predictor, such as the first
       tokens of two answers. ``attention_mask`` is ``bool (B, 1, L, L)``, ``True`` where a query (third axis) attends to
       a key (fourth), the diagonal included; without it, documents are separated by ``position_ids``.
@@ -318,7 +286,7 @@ def _compute_sums(
     target_positions: Tensor | None = None,
     attention_mask: Tensor | None = None,
     **inputs: Any,
-) -> LossHeadOutput:
+) -> TokenSums:
     # With a mask or a cache, transformers does not derive the isolation of packed documents from position_ids. Padding
     # needs no mask: it is at the end of a row, where causal attention does not reach it.
     if attention_mask is not None:
@@ -339,8 +307,8 @@ def _compute_sums(
             targets = labels.roll(-1, 1)
             if len(labels) > 1:
                 target_positions = target_positions + target_positions // num_predictors
-    sums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
-    return LossHeadOutput(sums.nll_sum, sums.num_targets, sums.num_correct, aux_loss)
+    sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
+    return sums._replace(aux_loss=aux_loss)
 
 
 def _build_empty_mask(device: torch.device) -> Tensor:
@@ -373,7 +341,7 @@ def _compute_logps(
     with_statistics: bool = False,
     temperature: float = 1.0,
     **inputs: Any,
-) -> TokenLogpsOutput:
+) -> TokenLogps:
     if attention_mask is not None:
         inputs["attention_mask"] = spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
@@ -381,7 +349,7 @@ def _compute_logps(
     chosen = hidden.flatten(0, 1).index_select(0, predictors)
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
-    return TokenLogpsOutput(*scored, aux_loss)
+    return scored._replace(aux_loss=aux_loss)
 
 
 def spell_mask(model: Any, visible: Tensor) -> Tensor:

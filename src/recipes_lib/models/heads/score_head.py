@@ -6,8 +6,7 @@ import functools
 import math
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.generic import ModelOutput
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -33,17 +31,16 @@ _OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias", "embed_out.weight
 """Weights of the output projection in causal language model checkpoints, ignored here; the last is GPT-NeoX's."""
 
 
-@dataclass
-class ScoreOutput(ModelOutput):
+class ScoreOutput(NamedTuple):
     """Scores of the answers in a batch.
 
     Attributes:
         scores: Unnormalised scores, ``float32 (S,)``, differentiable.
-        aux_loss: Load-balancing loss, as in ``LossHeadOutput``.
+        aux_loss: Load-balancing loss, as in ``HeadOutput``.
     """
 
-    scores: Tensor | None = None
-    aux_loss: Tensor | None = None
+    scores: Tensor
+    aux_loss: Tensor | None
 
 
 def load_reward_model(

@@ -179,7 +179,8 @@ class EvaluateLoss(_HeldOutEvaluation):
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
             num_bytes = int(self.byte_lengths[labels[labels >= 0]].sum())
-        return {name: scored[name] for name in ("nll_sum", "num_targets", "num_correct")} | {"num_bytes": num_bytes}
+        sums = {name: getattr(scored, name) for name in ("nll_sum", "num_targets", "num_correct")}
+        return {**sums, "num_bytes": num_bytes}
 
 
 @dataclass(kw_only=True)

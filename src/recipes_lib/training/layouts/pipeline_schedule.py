@@ -16,7 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
+from recipes_lib.losses.next_token import TokenSums
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import find_device
 from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, build_pipeline_mesh, split_into_chunks
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
@@ -107,7 +108,7 @@ class Chunk(nn.Module):
             if self.is_last:
                 self.results.append(self.model(**inputs, use_cache=False))
                 # Without targets there is no loss, only logits, whose gradients are never used.
-                loss: Tensor = self.results[-1].get("nll_sum", torch.zeros(()))
+                loss: Tensor = getattr(self.results[-1], "nll_sum", torch.zeros(()))
                 return loss
             inputs = {name: value for name, value in inputs.items() if name not in _LOSS_INPUTS}
             hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
@@ -180,14 +181,14 @@ class Pipeline(nn.Module):
             **inputs: Inputs of a model with a loss head, the same on all stages.
 
         Returns:
-            ``LossHeadOutput`` with ``loss_head=True``, else ``loss`` and ``logits``.
+            ``TokenSums`` with ``loss_head=True``, else ``loss`` and ``logits``.
         """
         inputs.pop("use_cache", None)
         results = self._run_with([inputs], self._run_forward)
         reshard(self)
         output = _to_host(results[0]) if results else {}
         output = broadcast_object(output, self._mesh.pipeline, source=self.part.num_stages - 1)
-        kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
+        kind: Any = TokenSums if inputs.get("loss_head") else CausalLMOutput
         device = inputs["input_ids"].device
         return kind(**{name: value.to(device) for name, value in output.items()})
 
@@ -201,7 +202,7 @@ class Pipeline(nn.Module):
             num_targets: Divisor of the summed loss: targets of the step over all pipelines.
 
         Returns:
-            ``LossHeadOutput`` of each micro-batch on the rank of the last chunk; empty on other ranks.
+            ``TokenSums`` of each micro-batch on the rank of the last chunk; empty on other ranks.
         """
         # The loss function of torch's schedules takes one micro-batch: it returns its share of the step's mean.
         self._scale = 1 / num_targets
@@ -288,7 +289,7 @@ class Pipeline(nn.Module):
 
 def _to_host(output: Any) -> dict[str, Tensor]:
     names = ("nll_sum", "num_targets", "num_correct", "loss", "logits")
-    return {name: output[name].cpu() for name in names if output.get(name) is not None}
+    return {name: value.cpu() for name in names if (value := getattr(output, name, None)) is not None}
 
 
 def choose_trainer(launch: Launch) -> type[PretrainTrainer]:

@@ -227,6 +227,16 @@ def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
     ]
 
 
+def group_by_decay(
+    parameters: Mapping[str, nn.Parameter], decaying: Set[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return two parameter groups: those with ``weight_decay``, whose names are in ``decaying``, and the others."""
+    return [
+        {"params": [each for name, each in parameters.items() if (name in decaying) is decays], "weight_decay": decay}
+        for decays, decay in ((True, weight_decay), (False, 0.0))
+    ]
+
+
 def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: bool) -> MuonAdamW:
     """Build Muon for the hidden matrices of a model and AdamW for the other trained parameters.
 
@@ -241,21 +251,16 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: b
     """
     embeddings = _find_embeddings(model)
     decaying = set(get_decay_names(model, decay_embeddings=decay_embeddings))
-    matrices: list[nn.Parameter] = []
-    others: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.ndim == 2 and name in decaying and id(parameter) not in embeddings:
-            matrices.append(parameter)
-        else:
-            others[name in decaying].append(parameter)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {
+        name: parameter
+        for name, parameter in trained.items()
+        if parameter.ndim == 2 and name in decaying and id(parameter) not in embeddings
+    }
+    others = {name: parameter for name, parameter in trained.items() if name not in matrices}
     return MuonAdamW(
-        matrices,
-        [
-            {"params": others[True], "weight_decay": args.weight_decay},
-            {"params": others[False], "weight_decay": 0.0},
-        ],
+        list(matrices.values()),
+        group_by_decay(others, decaying, args.weight_decay),
         lr=args.learning_rate,
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -395,12 +400,8 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         keys = ("adam_beta1", "adam_beta2", "adam_epsilon", "learning_rate", "weight_decay")
         settings: Any = SimpleNamespace(**{key: config.read(key) for key in keys})
         return describe_groups(build_muon(model, settings, decay_embeddings=decay_embeddings), model)
-    names = set(get_decay_names(model, decay_embeddings=decay_embeddings))
-    trained = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
-        for kind in (True, False)
-    ]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = group_by_decay(trained, set(get_decay_names(model, decay_embeddings=decay_embeddings)), decay)
     # SGD only holds the groups; no optimizer allocates state before its first step.
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]

@@ -46,16 +46,14 @@ from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.arguments import get_compute_dtype, get_rounding_dtype
 from recipes_lib.training.trainers.pair_batches import (
     Batch,
-    PairAttention,
     PairScores,
     compute_answer_logps,
     count_pairs,
     measure_answer_rounding,
     read_inputs,
     split_sequences,
-    verify_pair_attention,
 )
-from recipes_lib.training.trainers.pair_trainer import PairTrainer
+from recipes_lib.training.trainers.pair_trainer import PairAttention, PairTrainer, verify_pair_attention
 from recipes_lib.training.trainers.reference import REFERENCE_FOLDER, ReferenceLogps, compute_reference_key
 from recipes_lib.training.trainers.trained_model import freeze
 
@@ -246,7 +244,7 @@ class DPOTrainer(PairTrainer):
         args = kwargs["args"]
         # With dropout, the first log-ratios are not 0: the check is skipped.
         self._has_first_scores = not (is_own_reference and objective.needs_reference and args.disable_dropout)
-        super().__init__(**kwargs)
+        super().__init__(score=self._score, **kwargs)
         self.compares_rows = not COMPARING.isdisjoint(objective.names)
         add_loss_head(self.model)
         verify_loss_head(self.model)
@@ -272,7 +270,7 @@ class DPOTrainer(PairTrainer):
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 
-    def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
+    def _score(self, model: nn.Module, batch: Batch) -> PairScores:
         """Score a batch of pairs; verify with the first one of a run that the policy equals its reference."""
         # Before the scores, because their activations stay in memory until the backward pass.
         rounding = None if self._has_first_scores else self._measure(model, batch)

@@ -1,27 +1,18 @@
-"""Batches of preference pairs: model inputs, log-probabilities of answers, choice of batch layout and attention."""
+"""Batches of preference pairs: model inputs, losses and metrics, log-probabilities of answers and their rounding."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
-from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.pairs.collator import PairCollator, PairLayout
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.preference import sum_logps
-from recipes_lib.models.attention.kernels import choose_attention, verify_isolation
 from recipes_lib.models.attention.shared_prompt import (
-    build_shared_prompt_bounds,
     build_shared_prompt_mask,
-    prove_shared_prompt,
-    supports_shared_prompt,
 )
 from recipes_lib.models.inference import find_device, measure_rounding
 
@@ -150,111 +141,3 @@ def compute_answer_logps(model: nn.Module, batch: Batch, *, ld_alpha: float | No
     outputs = model(**read_inputs(model, batch), predictors=predictors, targets=targets, token_logps=True)
     ids, chosen, _ = split_sequences(batch, device)
     return sum_logps(outputs.logps, ids, 2 * len(chosen), ld_alpha=ld_alpha).view(2, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class PairAttention:
-    """Attention kernel and batch layout of pairs.
-
-    Attributes:
-        implementation: Value of ``attn_implementation``.
-        layout: Batch layout of ``PairCollator``.
-        packing: Whether several documents share a row.
-        reason: Why the model does not support shared prompts or packing; empty if it does, or if it is disabled.
-    """
-
-    implementation: str
-    layout: PairLayout
-    packing: bool = True
-    reason: str = ""
-
-
-def choose_pair_attention(
-    config: RecipeConfig, model_config: PreTrainedConfig, args: TrainingArguments, *, max_length: int
-) -> PairAttention:
-    """Choose the cheapest batch layout that the model supports according to its configuration.
-
-    Args:
-        config: The run; ``shared_prompt`` requires or disables one copy of the prompt for both answers of a pair.
-        model_config: The model's configuration.
-        args: Device and compute dtype.
-        max_length: Tokens of the longest prompt with one answer.
-
-    Raises:
-        ConfigError: ``shared_prompt`` is true and the model does not support it.
-        ConfigError: As ``choose_attention``.
-    """
-    problem, reason = "", None
-    try:
-        choice = choose_attention(config.model, model_config, args, packing=True)
-    except ConfigError as error:
-        choice = choose_attention(config.model, model_config, args, packing=False)
-        problem = error.problems[0].found
-    is_flat = choice.layout == "flat"
-    if config.preference.shared_prompt is not False:
-        reason = supports_shared_prompt(model_config, choice.implementation, max_length=max_length)
-        if reason is None:
-            return PairAttention(choice.implementation, "shared_flat" if is_flat else "shared")
-        if config.preference.shared_prompt:
-            raise _refuse(config, reason)
-    layout: PairLayout = "flat" if is_flat and not problem else "separate"
-    return PairAttention(choice.implementation, layout, packing=not problem, reason=reason or problem)
-
-
-def verify_pair_attention(
-    config: RecipeConfig, attention: PairAttention, model: Any, *, max_length: int = 0
-) -> PairAttention:
-    """Verify on the loaded model that answers and pairs are isolated; fall back to another layout if they are not.
-
-    Args:
-        config: The run.
-        attention: From ``choose_pair_attention``.
-        model: The policy or a reference, not yet wrapped.
-        max_length: Tokens of the longest prompt with one answer, for a reference of another architecture.
-
-    Returns:
-        The verified layout, with the reason for a fallback.
-
-    Raises:
-        ConfigError: ``shared_prompt`` is true and answers attend to each other.
-        ConfigError: Packed documents attend to each other, and the kernel supports no other layout.
-    """
-    if attention.layout.startswith("shared"):
-        reason = supports_shared_prompt(model.config, attention.implementation, max_length=max_length)
-        reason = reason or prove_shared_prompt(model)
-        if reason is None:
-            return attention
-        if config.preference.shared_prompt:
-            raise _refuse(config, reason)
-        is_flat = attention.layout == "shared_flat"
-        attention = replace(attention, layout="flat" if is_flat else "separate", reason=reason)
-    if attention.packing:
-        try:
-            verify_isolation(model, "flat" if attention.layout == "flat" else "rows")
-        except ConfigError as error:
-            if attention.layout == "flat":
-                where = config.locate("attn_implementation")
-                raise ConfigError(Problem(where, error.problems[0].found, "use sdpa or eager")) from error
-            # One document per row needs no isolation.
-            attention = replace(attention, packing=False, reason=attention.reason or error.problems[0].found)
-    return attention
-
-
-def build_pair_collator(
-    tokenizer: PreTrainedTokenizerBase, attention: PairAttention
-) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    """Return the collator of the verified layout: ``PairCollator``, with the bounds of ``shared_flat``."""
-    collate = PairCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout, packing=attention.packing)
-    return functools.partial(_collate, collate)
-
-
-def _collate(collate: PairCollator, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    batch = collate(rows)
-    # Here, on the host: numbers that depend on tensors of the device would synchronise with it.
-    parts = batch.pop("part_lengths", None)
-    return batch if parts is None else batch | build_shared_prompt_bounds(parts)
-
-
-def _refuse(config: RecipeConfig, reason: str) -> ConfigError:
-    where = config.locate("shared_prompt")
-    return ConfigError(Problem(where, f"prompts cannot be shared: {reason}", "delete the line, or write false"))
