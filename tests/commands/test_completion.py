@@ -33,6 +33,9 @@ def complete(capsys, *words):
         (("recipes", "clean", "--decontamination_a"), ["--decontamination_action"]),
         (("recipes", "launch", "--recipe", "gr"), ["grpo"]),
         (("recipes", "check", "--gradient_acc"), ["--gradient_accumulation_steps"]),
+        (("recipes", "launch", "--hardw"), ["--hardware"]),
+        (("recipes", "plan", "--dead"), ["--deadline"]),
+        (("recipes", "completion", "--shel"), []),
         (("recipes", "check", "--config", "mine"), []),
     ],
 )

@@ -38,10 +38,17 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         # Keys of other programs, for which the nearest spelling would mislead.
         ("max_samples: 1000", "is not supported", "a smaller file"),
         ("stage: sft", "name of the recipe", "run recipes/sft.py"),
+        # Of several machines, the others saved checkpoints without weights, and failed at the end.
+        ("save_on_each_node: true", "is not supported", "a shared disk"),
         ("dataset_dir: data", "is not supported", "write `dataset_name: "),
         ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
         ("strategy: ddp", "hardware", "accelerate YAML"),
         ("evals_per_epoch: 4", "is not supported", "`eval_steps`"),
+        ("system_prompt: x", "system messages belong to the rows", "add a system message"),
+        ("dataset_splits: [train, test]", "two keys", "`dataset_test_split`"),
+        # The remedy names keys of another recipe.
+        ("kd_ratio: 0.5", "`distillation_alpha`", "use the `distill` recipe"),
+        ("lora_target: q_proj", "`lora_target_modules`", "use the `lora` recipe"),
         ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
         ("bf16: auto", "another program's value", "write null"),
         ("max_steps: 1,000", "is '1,000'", "write 1000"),

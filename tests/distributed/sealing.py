@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints import manifest as checkpoints
 from recipes_lib.training.checkpoints import saver as checkpoint_saver
 from recipes_lib.training.checkpoints import sharded as sharded_states
@@ -121,16 +122,20 @@ def choose(output_dir: Path) -> None:
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 
-def dry_run(args: TrainingArguments) -> None:
-    """Make the dry run of a replicated model, of which the main process alone writes a file."""
+def dry_run(args: TrainingArguments, *, is_shared: bool) -> None:
+    """Make the dry run of a checkpoint, of which the main process, or with ``is_shared`` each, writes a file."""
     saver = CheckpointSaver(args, print if args.process_index == 0 else str)
 
     def stage(name: str) -> Staged:
         folder = saver.open(1, name)
         folder.mkdir(parents=True, exist_ok=True)
-        return Staged(folder, 1, [partial((folder / "scheduler.pt").write_bytes, bytes(100))], lambda: None)
+        tasks = [partial((folder / f"rng_state_{args.process_index}.pth").write_bytes, bytes(100))]
+        return Staged(folder, 1, tasks, lambda: None, is_shared=is_shared)
 
-    saver.dry_run(stage, lambda: 100, num_steps=4, num_epochs=None, model_bytes=100)
+    try:
+        saver.dry_run(stage, lambda: 100, num_steps=4, num_epochs=None, model_bytes=100)
+    except ConfigError as error:
+        sys.stdout.write(f"process {args.process_index} ended: {error}\n")
 
 
 def main() -> None:
@@ -140,11 +145,11 @@ def main() -> None:
     if fault == "choose":
         choose(output_dir)
         return
-    if fault in ("together", "apart"):
-        if fault == "apart":
+    if fault in ("together", "apart", "shards apart"):
+        if fault != "together":
             args.output_dir = str(output_dir / str(args.process_index))
             Path(args.output_dir).mkdir()
-        dry_run(args)
+        dry_run(args, is_shared=fault == "shards apart")
         return
     model, optimizer = build()
     sharded_states.safe_open = LoggedFile

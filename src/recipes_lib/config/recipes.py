@@ -185,12 +185,14 @@ def read_known(recipe: str) -> Mapping[str, Retired]:
     elsewhere = {key: retired for key, retired in renames.elsewhere.items() if key not in keys}
     known = {**elsewhere, **renames.retired, **read_refused(recipe)}
     # If the successor of a key is itself rejected by this recipe, report its message instead; and no remedy may name a
-    # rejected key.
+    # rejected key, whose own remedy is the way out.
     resolved = {key: _resolve(retired, known.get(retired.new or "")) for key, retired in known.items()}
-    return {
-        key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired
-        for key, retired in resolved.items()
-    }
+
+    def find_remedy(retired: Retired) -> str:
+        named = next((name for name in _NAMED.findall(retired.remedy) if name in resolved), None)
+        return resolved[named].remedy if named else retired.remedy
+
+    return {key: replace(retired, remedy=find_remedy(retired)) for key, retired in resolved.items()}
 
 
 def _resolve(retired: Retired, refused: Retired | None) -> Retired:

@@ -276,6 +276,15 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("sft", "max_grad_norm: 0.5\nclip_grad_norm: null", {"max_grad_norm": 0.5}, ""),
         ("sft", "batch_size: 8\nmicro_batch_size: 2", {}, "batch_size micro_batch_size"),
         ("sft", "validation_split_percentage: 5", {}, "validation_split_percentage"),
+        # SimPO's own files have the margin divided by beta, and axolotl the step at which a cosine ends.
+        ("dpo", "loss_type: simpo\ngamma_beta_ratio: 0.3", {"loss_type": "simpo"}, "gamma_beta_ratio"),
+        ("pretrain", "cosine_constant_lr_ratio: 0.8\nmax_length: 64", {"max_length": 64}, "cosine_constant_lr_ratio"),
+        (
+            "sft",
+            "checkpointing_steps: 50\nkeep_last_n_checkpoints: 2\nuse_slow_tokenizer: true",
+            {"save_steps": 50, "save_total_limit": 2},
+            "",
+        ),
         ("sft", "plugins: [axolotl.integrations.kd.KDPlugin]", {}, "plugins"),
     ],
 )
