@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.config.generate import build_documents, build_tables, read_defaults
 from trl import SFTConfig
 
 from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
-from recipes_lib.config.generate import build_documents, build_tables
-from recipes_lib.config.recipes import read_defaults, read_refused
+from recipes_lib.config.recipes import read_refused
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table, table_path
@@ -31,7 +31,7 @@ def documents() -> Mapping[Path, str]:
 
 def test_generated_files_are_up_to_date(documents) -> None:
     for path, text in {**build_tables(), **documents}.items():
-        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m recipes_lib.config.generate"
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m tests.config.generate"
 
 
 def test_upstream_defaults_match_installed_dataclasses() -> None:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.config.generate import read_defaults
 
 from recipes_lib.config.loader import check_text, drop_flags, load_config, split_recipe
-from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
 
