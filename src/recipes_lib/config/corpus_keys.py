@@ -226,6 +226,7 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
     """Configuration of a corpus."""
 
     TABLE = "corpus"
+    USAGE = "recipes clean --config FILE [--key value ...]"
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Yield problems of the configuration as a whole."""

@@ -82,6 +82,11 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
     """Configuration of an evaluation."""
 
     TABLE = "eval"
+    USAGE = """recipes eval MODEL --tasks core,gsm8k [--key value ...]
+       recipes eval --config FILE [--key value ...]
+       recipes eval watch RUN --tasks core,gsm8k [--key value ...]
+       recipes eval compare A B [...]
+       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR"""
 
     @property
     def folder(self) -> Path:
