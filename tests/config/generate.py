@@ -1,8 +1,8 @@
 """Generates the key tables, the JSON schemas for editors, and the reference of keys in ``docs/``.
 
 Run ``python -m tests.config.generate`` after a change of ``schema.py``, ``recipes.yaml``, ``renames.yaml`` or
-``migration/``, or of the installed transformers and TRL, whose dataclasses it reads. ``tests/config/test_generate.py``
-verifies that the committed files are up to date.
+``migration/``, or of the installed transformers and TRL, whose dataclasses it reads, and of ``compatibility.yaml``.
+``tests/config/test_generate.py`` verifies that the committed files are up to date.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from typing import Any, Final
 
 import jinja2
 
+from recipes_lib.config import corpus_keys, evaluation, synthesis_keys
 from recipes_lib.config import schema as our_schema
-from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
-from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.recipes import read_refused, read_renames
-from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, read_lists, table_path
 from recipes_lib.config.values import is_secret_key
+from recipes_lib.training.layouts.compatibility import BLOCKED
 
 Item = typing.TypeVar("Item")
 Group = typing.TypeVar("Group", bound=Hashable)
@@ -47,11 +46,28 @@ _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | 
     "eval": ("model_name_or_path", "tasks"),
     "synthesize": ("model_name_or_path", "dataset_name", "output_dir"),
 }
-_SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
-    "corpus": CORPUS_SECTIONS,
-    "eval": EVAL_SECTIONS,
-    "synthesize": SYNTHESIS_SECTIONS,
+SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
+    "corpus": {
+        "input": corpus_keys.InputKeys,
+        "text": corpus_keys.TextKeys,
+        "privacy": corpus_keys.PrivacyKeys,
+        "duplicates": corpus_keys.DuplicateKeys,
+        "mixture": corpus_keys.MixtureKeys,
+    },
+    "eval": {
+        "model": evaluation.EvaluatedModelKeys,
+        "tasks": evaluation.TaskKeys,
+        "output": evaluation.EvaluationOutputKeys,
+    },
+    "synthesize": {
+        "model": synthesis_keys.WriterKeys,
+        "requests": synthesis_keys.RequestKeys,
+        "method": synthesis_keys.MethodKeys,
+        "quality": synthesis_keys.QualityKeys,
+        "output": synthesis_keys.SynthesisOutputKeys,
+    },
 }
+"""Recipe or command -> heading in ``--help`` -> the keys below it."""
 
 
 def main() -> None:
@@ -75,7 +91,24 @@ def build_documents() -> dict[Path, str]:
     }
     documents |= {_ROOT / "docs" / page: text for page, text in build_reference().items()}
     documents[_ROOT / "docs" / "migration.md"] = format_migration()
+    hardware = _ROOT / "docs" / "hardware.md"
+    documents[hardware] = re.sub(
+        r"\| recipe \| launch file \|.*?\n(?!\|)",
+        lambda _: format_blocked(),
+        hardware.read_text("utf-8"),
+        flags=re.DOTALL,
+    )
     return documents
+
+
+def format_blocked() -> str:
+    """Return the table of incompatible options of ``docs/hardware.md``, in Markdown."""
+    rows = [
+        f"| {row.recipe_text or ', '.join(f'`{key}`' for key in row.keys) or 'any'} "
+        f"| {row.launch} | {row.why} | {row.remedy} |\n"
+        for row in BLOCKED
+    ]
+    return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
 
 
 def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
@@ -134,7 +167,7 @@ def _build_table(recipe: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
     refused = read_refused(recipe)
-    for group, section in _SECTIONS[recipe].items():
+    for group, section in SECTIONS[recipe].items():
         fields = {name: key for name, key in _read_section(section, recipe).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]

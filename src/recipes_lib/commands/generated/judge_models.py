@@ -20,7 +20,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
-from recipes_lib.files import parse_record, read_lines, replace_record
+from recipes_lib.files import read_lines, replace_record
 from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, a model or the judge cannot be loaded, or the folder holds another comparison.
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
-    options = _build_parser().parse_args(argv)
+    options = CommandParser("eval compare --judge").parse_args(argv)
     if len(options.models) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
     from recipes_lib.training.monitoring.progress import build_progress
@@ -85,20 +85,6 @@ def main(argv: Sequence[str]) -> None:
         found = f"the judge gave no verdict on {', '.join(options.models[at] for at in silent)}"
         remedy = f"read verdicts-{silent[0]}.jsonl; then change --judge_prompt or --judge_tokens, and --output_dir"
         raise DataError(Problem(str(options.output_dir), found, remedy))
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("eval compare --judge")
-    text, read = "JSON: further fields of requests to the judge; null removes one", _read_fields
-    parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
-    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=text)
-    return parser
-
-
-def _read_fields(text: str) -> dict[str, Any]:
-    if (fields := parse_record(text)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return fields
 
 
 def _find_answers(
