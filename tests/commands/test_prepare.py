@@ -67,4 +67,4 @@ def test_ppo_previews_prompts(argv, recipes):
 @pytest.mark.parametrize(("command", "own"), [("prepare", []), ("preview", ["--rows", "--html"])])
 def test_help_shows_only_own_options(command, own, recipes):
     options = set(re.findall(r"--[a-z_]+", recipes(command, "-h")))
-    assert options == {"--help", "--recipe", "--stage", "--config", "--key", *own}
+    assert options == {"--help", "--recipe", "--config", "--key", *own}

@@ -41,7 +41,7 @@ _HOURS: Final = {
 _CURRENCIES: Final = re.compile(r"[$€£]|usd|eur|gbp", re.IGNORECASE)
 """Removed from amounts of money, which are not converted."""
 _QUANTITY: Final = re.compile(r"([+-]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)\.?\d*(?:e[+-]?\d+)?)\s*([a-z%]*)")
-_RULES: Final = ("positional", "alias", "range", "with", "without", "recipes", "remedy")
+_RULES: Final = ("positional", "range", "with", "without", "recipes", "remedy")
 """Keys of a flag that are not argparse's."""
 
 
@@ -78,8 +78,7 @@ def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
         given = {key: value for key, value in options.items() if key not in _RULES}
         given |= {"type": _TYPES[given["type"]]} if "type" in given else {}
         given |= {"metavar": tuple(given["metavar"])} if isinstance(given.get("metavar"), list) else {}
-        names = [f"--{one}" for one in (name, options.get("alias")) if one]
-        parser.add_argument(*([name] if options.get("positional") else names), **given)
+        parser.add_argument(name if options.get("positional") else f"--{name}", **given)
 
 
 def find_problems(flags: Flags, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:

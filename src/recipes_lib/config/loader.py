@@ -132,7 +132,7 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
         ConfigError: ``--recipe`` is not one of ``recipes``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", "--stage")
+    parser.add_argument("--recipe")
     options, rest = parser.parse_known_args(argv)
     # Added after the first pass, so that --config stays in `rest`.
     parser.add_argument("--config", type=Path)

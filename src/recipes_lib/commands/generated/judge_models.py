@@ -107,15 +107,13 @@ def _sample_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> Path:
     """Write the answers of a model to the questions that its file lacks; return the path of the file."""
-    from recipes_lib.data.store import compute_key
-
     named = ModelConfig(model_name_or_path=name, dtype=options.dtype)
     engine = load_answerer(options, split_place(name), named)
     facts = {"model": engine.describe()}
     path: Path = options.output_dir / f"answers-{at}.jsonl"
-    key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
+    settings = {"questions": [question._asdict() for question in questions]}
     what = "answers of another model, to other questions, or with other sampling parameters"
-    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
+    file = RowFile(path, settings, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         answers = ask_questions(engine, part, range(start, start + len(part)))
@@ -154,13 +152,10 @@ def _judge(
     progress: TrainingProgress,
 ) -> tuple[dict[str, WinRate], dict[str, int]]:
     """Judge the answers to the questions without a verdict; return win rates by category, and tokens of the judge."""
-    from recipes_lib.data.store import compute_key
-
     facts = {"judge": judge.describe()}
-    asked = [question._asdict() for question in questions]
-    key = compute_key({**facts, "questions": asked, "answers": [base, other]})
+    settings = {"questions": [question._asdict() for question in questions], "answers": [base, other]}
     what = "verdicts of another judge, or on other answers"
-    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
+    file = RowFile(path, settings, AnsweredCounts(), what=what, facts=facts)
 
     def ask(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         own = slice(start, start + len(part))
