@@ -71,7 +71,8 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
         for part, task in loaded["tasks"].items():
             problems += _set_up(part, task, config, num_fewshot)
     if away:
-        problems.append(Problem(f"tasks: {list_first(away)}", "the Hub, which has the data, is unreachable", _NETWORK))
+        reason = "their data are not in the cache, and the Hub is out of reach"
+        problems.append(Problem(f"tasks: {list_first(away)}", reason, _NETWORK))
     if problems:
         raise ConfigError(*problems)
     return found
