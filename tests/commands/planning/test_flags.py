@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.commands.planning.flags import _build_plan_parser
-from recipes_lib.config.command_flags import CommandParser
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,8 @@ from recipes_lib.config.command_flags import CommandParser
     ],
 )
 def test_quantity_of_plan_has_optional_unit(flag: str, text: str, value: float) -> None:
-    assert getattr(_build_plan_parser().parse_args([f"--{flag}", text]), flag) == pytest.approx(value)
+    add_flags(parser := CommandParser("plan"), FLAGS["planning"])
+    assert getattr(parser.parse_args([f"--{flag}", text]), flag) == pytest.approx(value)
 
 
 def test_counts_of_scale_have_optional_suffix() -> None:
