@@ -118,7 +118,7 @@ pictures: $(STAMP) ## draw the images of the documentation: benchmarks; with a f
 	@$(if $(wildcard demo/index.html),$(RUN) benchmarks/healthy.py demo)
 
 docs: $(STAMP) ## write the key reference, and check every link, path and command in the documentation
-	@$(RUN) -m recipes_lib.config.generate
+	@$(RUN) -m tests.config.generate
 	@$(RUN) -m pytest -q tests/test_docs.py
 
 site: $(STAMP) ## build the documentation site into build/site

@@ -129,8 +129,7 @@ def test_help_of_commands_is_no_docstring_and_does_not_import_torch() -> None:
         "for name in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.suppress(SystemExit):\n"
         "        cli.main([*name.split(), '--help'])\n"
-        # The usage of these two is that of their scripts.
-        "    assert f'usage: recipes {name}' in stdout.getvalue() or name in ('clean', 'synthesize'), name\n"
+        "    assert f'usage: recipes {name}' in stdout.getvalue(), name\n"
         "    described = stdout.getvalue().split('\\n\\n')[1]\n"
         "    assert not described.startswith(('options', 'positional')), name\n"
         "    assert '\\n``' not in stdout.getvalue() and 'Raises' not in stdout.getvalue(), name\n"

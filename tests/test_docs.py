@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.config.generate import read_common
 from tests.forked import ROOT
 
 from recipes_lib.cli import COMMANDS
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import read_common
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.launch import Machines, find_first_host, find_machines
 from recipes_lib.errors import EXIT_BUG, EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_USER, ConfigError
+from recipes_lib.stopping import STOP_SIGNALS
 from recipes_lib.training.layouts.launch_environment import Launch, expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
@@ -397,3 +400,15 @@ def test_cause_is_found_among_simultaneous_failures(monkeypatch, codes, code):
     raised = mock.Mock(side_effect=ChildFailedError("recipe.py", failures))
     monkeypatch.setattr("accelerate.commands.launch.launch_command", raised)
     assert launching.run_processes(["recipe.py"]) == code
+
+
+def test_signals_after_the_first_do_not_change_the_exit_code(monkeypatch):
+    raised = mock.Mock(side_effect=SignalException("Ctrl-C", signal.SIGINT))
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", raised)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert launching.run_processes(["recipe.py"]) == EXIT_PREEMPTED
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

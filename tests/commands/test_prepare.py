@@ -50,7 +50,9 @@ def test_second_prepare_imports_no_torch(argv, recipes):
 
 def test_preview_shows_rows_and_writes_escaped_html(argv, tmp_path, recipes):
     page = tmp_path / "rows.html"
-    assert "chats.jsonl:2" in recipes("preview", *argv, "--rows", "2", "--html", page)
+    output = recipes("preview", *argv, "--rows", "2", "--html", page)
+    assert "chats.jsonl:2" in output
+    assert output.endswith(f"written to {page}\n")
     assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
 
 
@@ -65,4 +67,4 @@ def test_ppo_previews_prompts(argv, recipes):
 @pytest.mark.parametrize(("command", "own"), [("prepare", []), ("preview", ["--rows", "--html"])])
 def test_help_shows_only_own_options(command, own, recipes):
     options = set(re.findall(r"--[a-z_]+", recipes(command, "-h")))
-    assert options == {"--help", "--recipe", "--stage", "--config", "--key", *own}
+    assert options == {"--help", "--recipe", "--config", "--key", *own}

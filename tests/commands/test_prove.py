@@ -32,13 +32,12 @@ def test_run_writes_rows_and_page_and_skips_passed_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = ["--output", str(tmp_path / "my proof"), "--page", str(tmp_path / "page.md"), "--only", *QUICK]
+    flags = ["--output", str(tmp_path / "my proof"), "--only", *QUICK]
     assert prove.main(flags) == EXIT_DONE
     rows = read_file(tmp_path / "my proof")
     assert {row["status"] for row in rows} == {PASSED, SKIPPED}
     assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU", "needs 2 GPUs"}
-    page = (tmp_path / "page.md").read_text()
-    assert page == (tmp_path / "my proof" / prove.PAGE).read_text()
+    page = (tmp_path / "my proof" / prove.PAGE).read_text()
     assert f"- torch: {version('torch')}" in page
     assert all(f"| {row['check']} |" in page for row in rows)
     capsys.readouterr()

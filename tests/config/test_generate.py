@@ -10,17 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.config.generate import SECTIONS, build_documents, build_tables, read_defaults
 from trl import SFTConfig
 
-from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
-from recipes_lib.config.evaluation import EVAL_SECTIONS
-from recipes_lib.config.generate import build_documents, build_tables
-from recipes_lib.config.recipes import read_defaults, read_refused
-from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
+from recipes_lib.config.recipes import read_refused
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table, table_path
-
-SECTIONS_OF = {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS, "synthesize": SYNTHESIS_SECTIONS}
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +25,12 @@ def documents() -> Mapping[Path, str]:
 
 def test_generated_files_are_up_to_date(documents) -> None:
     for path, text in {**build_tables(), **documents}.items():
-        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m recipes_lib.config.generate"
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m tests.config.generate"
 
 
 def test_upstream_defaults_match_installed_dataclasses() -> None:
     upstream = {field.name: field for field in dataclasses.fields(SFTConfig)}
-    ours = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
+    ours = {field.name for section in SECTIONS["sft"].values() for field in dataclasses.fields(section)}
     for key in load_table("sft").keys.values():
         if key.name not in ours:
             default = upstream[key.name].default
@@ -47,7 +41,7 @@ def test_upstream_defaults_match_installed_dataclasses() -> None:
 @pytest.mark.parametrize("recipe", TABLES)
 def test_section_fields_are_in_table_with_defaults(recipe: str) -> None:
     table, refused, defaults = load_table(recipe), read_refused(recipe), read_defaults(recipe)
-    for group, section in SECTIONS_OF.get(recipe, SECTIONS).items():
+    for group, section in SECTIONS[recipe].items():
         fields = [field for field in dataclasses.fields(section) if field.name not in refused]
         assert [field.name for field in fields] == [key.name for key in table.keys.values() if key.group == group]
         for field in fields:

@@ -6,9 +6,9 @@ import re
 from collections import Counter
 
 import pytest
+from tests.config.generate import build_reference, find_shared_keys, read_common, read_defaults
 
-from recipes_lib.config.generate import build_reference, find_shared_keys
-from recipes_lib.config.recipes import read_common, read_defaults, read_refused
+from recipes_lib.config.recipes import read_refused
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 
 PAGES = build_reference()

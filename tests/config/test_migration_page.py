@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.config.generate import describe_fate, format_migration
 
-from recipes_lib.config.generate import describe_fate, format_migration
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import load_table

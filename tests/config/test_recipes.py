@@ -7,20 +7,13 @@ import re
 from typing import Any
 
 import pytest
+from tests.config.generate import read_bounds, read_choices, read_defaults, read_notes
 from tests.forked import ROOT
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from recipes_lib.config.loader import load_config, read_synonyms
-from recipes_lib.config.recipes import (
-    build_retired,
-    read_bounds,
-    read_choices,
-    read_defaults,
-    read_known,
-    read_notes,
-    read_refused,
-)
+from recipes_lib.config.recipes import build_retired, read_known, read_refused
 from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table

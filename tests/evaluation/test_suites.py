@@ -94,6 +94,16 @@ def test_invalid_task_file_is_refused(tmp_path: Path, rows: str, change: dict[st
     assert re.search(message, f"{problem.found}; {problem.remedy}")
 
 
+def test_tasks_whose_data_are_out_of_reach_are_one_problem(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(CHOICE | {"task": name, "dataset_path": f"not/{name}"}))
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(build(tmp_path, *"abcd"))
+    (problem,) = caught.value.problems
+    assert problem.where == "tasks: a, b, c and 1 more"
+    assert "Offline" not in str(problem)
+
+
 def test_questions_without_an_answer_are_allowed_beside_others(tmp_path: Path) -> None:
     """Labels are -1 where a benchmark hides them; lm-eval counts such a question as wrong."""
     (tmp_path / "rows.jsonl").write_text(f"{ROW.replace('0', '-1')}\n{ROW}\n")

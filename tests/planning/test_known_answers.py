@@ -11,8 +11,8 @@ from tests.forked import ROOT
 from tests.planning.runs import build_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from recipes_lib.commands.planning.flags import GPU_HOURS_BETWEEN_FAILURES
 from recipes_lib.commands.planning.plan import Failures
+from recipes_lib.config.command_flags import FLAGS
 from recipes_lib.planning.compute import (
     compute_flops_per_token,
     compute_hours,
@@ -78,7 +78,7 @@ def list_answers(model_dir: Path) -> Iterator[Answer]:
     megatron = "Narayanan et al. 2021, section 5.1"
     yield Answer("days of 175B, 1,024 A100", 34, compute_days(175e9, 300e9, 1024, 140e12), 0.012, megatron)
     yield Answer("days of 1T, 3,072 A100", 84, compute_days(1e12, 450e9, 3072, 163e12), 0.012, megatron)
-    hours = GPU_HOURS_BETWEEN_FAILURES / 16_384
+    hours = FLAGS["planning"]["failure_hours"]["default"] / 16_384
     meta = "Grattafiori et al. 2024, section 3.3.4"
     yield Answer("hours between failures, Llama 3", 54 * 24 / 419, hours, 1e-3, meta)
     failures = Failures(hours * 3600, save_seconds=60, restart_seconds=300)

@@ -79,6 +79,6 @@ def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
             stream.write(json.dumps({**asdict(good), **wrong}) + "\n")
         stream.write('{"machine": "torn')
     assert read_rows(tmp_path) == {"x": good}
-    page = tmp_path / "new" / "page.md"
+    page = tmp_path / "page.md"
     write_page(page, read_rows(tmp_path).values())
     assert "| x |  | passed |" in page.read_text()

@@ -168,7 +168,7 @@ def test_hub_private_repo_accepts_yaml_booleans(recipes, hub, run, word, is_priv
     ("flags", "message"),
     [
         (["--hub_private", "false"], "--hub_private: is unknown\n    did you mean `--hub_private_repo`?"),
-        (["--hub_private_repo", "perhaps"], "--hub_private_repo: 'perhaps' is neither true nor false"),
+        (["--hub_private_repo", "perhaps"], "--hub_private_repo: 'perhaps' is not true or false"),
     ],
     ids=["abbreviated", "not a boolean"],
 )

@@ -251,11 +251,12 @@ def test_malformed_facts_make_a_page(tmp_path: Path) -> None:
         {"command": "text"},
         {"command": [1, None]},
         {"rollbacks": None},
+        {"rollbacks": []},
         {"rollbacks": "text"},
         {"rollbacks": [{"step": 3, "cause": "loss", "back_to": 2, "steps": [3]}]},
     ):
         (tmp_path / "run.json").write_text(json.dumps(facts))
-        read_page(tmp_path)
+        assert ("rollbacks" in read_page(tmp_path).text) == bool(facts.get("rollbacks"))
 
 
 @pytest.mark.usefixtures("figures")

@@ -14,12 +14,12 @@ import numpy as np
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tests.config.generate import read_defaults
 from tests.training.configurations import build_recipe
 from tests.training.trajectories import Narrator, Recorder
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.schema import (
     AdapterConfig,
     ModelConfig,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -147,7 +146,7 @@ def main_classifier(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, the classifier cannot be read or written, or does not have a label.
         DataError: A source cannot be read, or a label has too few documents.
     """
-    options = _parse_classifier(argv)
+    options = CommandParser("classifier").parse_args(argv)
     sources = _read_labels(options.texts)
     from recipes_lib.corpus.text_classifier import (
         evaluate_classifier,
@@ -175,14 +174,6 @@ def main_classifier(argv: Sequence[str]) -> None:
     if options.command == "train":
         keys = f"classifier: apply, classifier_path: {folder}, classifier_label: {next(iter(texts))}"
         sys.stdout.write(f"written to {folder}; in recipes clean: {keys}\n")
-
-
-def _parse_classifier(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("classifier")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
-        commands.add_parser(name, help=text, command=f"classifier {name}")
-    return parser.parse_args(argv)
 
 
 def _read_labels(words: Sequence[str]) -> dict[str, list[str]]:

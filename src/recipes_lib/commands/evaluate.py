@@ -18,11 +18,6 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verif
 from recipes_lib.files import LOCK_FILE, is_locked, link_or_copy, read_record, replace_record
 from recipes_lib.quantities import pluralize
 
-_USAGE: Final = (
-    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n"
-    "       recipes eval watch RUN --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
-    "       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR\n\n"
-)
 _SECONDS: Final = 10
 """Polling interval of ``eval watch``."""
 _STATES: Final = (".pt", ".pth", ".bin")
@@ -183,8 +178,6 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     given = list(argv)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given[0] = f"--model_name_or_path={given[0]}"
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(_USAGE)
     config = exit_after_help(EvalConfig.parse(given))
     verify_extra("recipes eval", "eval", "lm_eval")
     return config

@@ -22,7 +22,7 @@ from recipes_lib import errors
 from recipes_lib.commands.launch import PORT, find_recipe_name
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
 from recipes_lib.config.loader import parse_command
-from recipes_lib.config.table import RECIPE_NAMES
+from recipes_lib.config.table import RECIPE_NAMES, read_lists
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, STATUSES, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
@@ -69,20 +69,13 @@ class Cluster(NamedTuple):
     """
 
     template: str
-    needed: tuple[str, ...]
-    unsupported: tuple[str, ...]
-    submit: tuple[str, ...] = ()
+    needed: Sequence[str]
+    unsupported: Sequence[str]
+    submit: Sequence[str] = ()
     bucket: str = ""
 
 
-CLUSTERS: Final = {
-    "slurm": Cluster("slurm.sh", (), ("image", "volume"), ("sbatch", "--parsable")),
-    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",), ("kubectl", "create", "-f")),
-    "skypilot": Cluster(
-        "skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours"), ("sky", "jobs", "launch", "--yes", "-d"), "://"
-    ),
-    "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",), bucket="hf://buckets/"),
-}
+CLUSTERS: Final = {name: Cluster(**row) for name, row in read_lists(_TEMPLATES / "clusters.yaml").items()}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from recipes_lib.errors import (
 )
 from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
+from recipes_lib.stopping import STOP_SIGNALS
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
@@ -267,6 +268,8 @@ def run_processes(arguments: Sequence[str]) -> int:
     try:
         launch_command(options)
     except SignalException:  # The processes have received the signal too, and had time to save.
+        for number in STOP_SIGNALS:  # A further Ctrl-C would replace the exit code of this process, which is ending.
+            signal.signal(number, signal.SIG_IGN)
         return EXIT_PREEMPTED
     except ConnectionError:  # accelerate 1.15 has found the port of machine 0 in use.
         found, remedy = f"another process uses port {options.main_process_port}", "write another one, on every machine"

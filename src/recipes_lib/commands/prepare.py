@@ -113,6 +113,8 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     console = Console(highlight=False)
     for row in rows:
         console.print(render_text(row), end="\n\n", soft_wrap=True)
+    if options.html is not None:
+        console.print(f"written to {options.html}", soft_wrap=True)
 
 
 def report(argv: Sequence[str]) -> None:

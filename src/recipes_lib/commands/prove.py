@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes_lib.config.command_flags import CommandParser
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(Problem(str(output), held, "wait for it, end it, or name another --output"))
         # Inherited: the process of a check outlives a kill of this one, and would slow down what is measured next.
         os.set_inheritable(lock.fileno(), True)
-        return _prove(checks, bench, options.minutes, options.page)
+        return _prove(checks, bench, options.minutes)
 
 
 def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
@@ -63,7 +62,7 @@ def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
     return checks
 
 
-def _prove(checks: Sequence[Check], bench: Bench, minutes: float, further_page: Path | None) -> int:
+def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
     from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
 
     output, began = bench.folder, time.monotonic()
@@ -79,8 +78,7 @@ def _prove(checks: Sequence[Check], bench: Bench, minutes: float, further_page: 
         if row.status == PASSED:
             bench.passed[check.name] = row.figures
         # After each check: a rented machine may be lost before the last one.
-        for page in filter(None, (output / PAGE, further_page)):
-            write_page(page, rows.values())
+        write_page(output / PAGE, rows.values())
         sys.stdout.write(format_row(row) + "\n")
         sys.stdout.flush()
     sys.stdout.write(f"page, rows and logs: {output}\n")

@@ -73,28 +73,37 @@ class RowFile(Generic[Counted]):
     """
 
     def __init__(
-        self, path: Path, key: str, counts: Counted, *, what: str, facts: Mapping[str, Any] | None = None
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        counts: Counted,
+        *,
+        what: str,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a new or an incomplete file.
 
         Args:
             path: Path of the file.
-            key: Hash of all settings that determine the rows.
+            settings: JSON values that determine the rows, beside ``facts``; the record has their hash.
             counts: Initial counts, of an empty file.
-            what: Description of rows with another key, for the message ``FILE: holds WHAT``.
-            facts: JSON values that are stored in the record.
+            what: Description of rows by other settings, for the message ``FILE: holds WHAT``.
+            facts: Settings that are stored in the record.
 
         Raises:
-            ConfigError: The file has no record, or holds rows with another key.
+            ConfigError: The file has no record, or holds rows by other settings.
             DataError: The record is damaged, or counts more bytes than the file has.
         """
-        self._path, self._key, self._facts = path, key, dict(facts or {})
+        from recipes_lib.data.store import compute_key
+
+        self._path, self._facts = path, dict(facts or {})
+        self._key = compute_key({**self._facts, **settings})
         self._record = name_record(path)
         self.counts = counts
         if self._record.exists():
             fields = {"key": str, **{name: type(value) | int for name, value in asdict(counts).items()}}
             record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
-            if record["key"] == key:
+            if record["key"] == self._key:
                 self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
                 size = path.stat().st_size if path.exists() else 0
                 if size < self.counts.num_bytes:  # Appending would fill the gap with zero bytes.
@@ -250,30 +259,14 @@ def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, 
 
 
 def main_pairs(argv: Sequence[str]) -> None:
-    """Run ``recipes sample-pairs``.
+    """Run ``recipes sample-pairs``: write or complete a file of preference pairs sampled from a policy.
 
     Raises:
-        ConfigError: A flag or the configuration is invalid, or the file holds other pairs.
-        DataError: The prompts cannot be read.
+        ConfigError: A flag or the configuration is invalid; as ``load_policy``, ``load_rewards`` and ``RowFile``.
+        DataError: As ``load_prompt_data``.
     """
     options, overrides = CommandParser("sample-pairs").parse_known_args(argv)
     config = load_for_command("ppo", overrides, options.config)
-    sys.stdout.write(f"{options.output}: {write_pairs(config, options.output, options.num_answers)}\n")
-
-
-def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
-    """Write or complete a file of preference pairs sampled from a policy; return a summary line.
-
-    Args:
-        config: PPO configuration: policy, prompts, rewards and sampling parameters.
-        output: File to write.
-        num_answers: Answers per prompt.
-
-    Raises:
-        ConfigError: As ``load_policy``, ``load_rewards`` and ``RowFile``.
-        DataError: As ``load_prompt_data``.
-    """
-    from recipes_lib.data.store import compute_key
     from recipes_lib.models.generation import set_stop_tokens
     from recipes_lib.rl.collect import Collector
     from recipes_lib.rl.models import ActorCritic
@@ -288,13 +281,14 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     models = ActorCritic(policy.to(args.device), critic=None, own_reference=None, stop_ids=stop_ids)
     progress = build_progress(is_main=True)
     collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
-    facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
+    facts = {"prompts": prompts.record["fingerprint"], "num_answers": options.num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
     # Includes the tokens: another chat template makes other prompts of the same rows.
-    key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})
-    file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
-    file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
-    return file.counts.describe()
+    settings = {**facts, "tokens": tokens, **describe_sampling(config, collector)}
+    what = "pairs of another policy, other prompts, rewards or settings"
+    file = RowFile(options.output, settings, PairCounts(), what=what)
+    file.write(sample_pairs(collector, prompts.train, options.num_answers, file.counts))
+    sys.stdout.write(f"{options.output}: {file.counts.describe()}\n")
 
 
 def _prepare(config: RecipeConfig) -> tuple[Launch, Any, PromptData, TrainingArguments, str]:
@@ -371,30 +365,15 @@ class AnswerCounts(Counts):
 
 
 def main_answers(argv: Sequence[str]) -> None:
-    """Run ``recipes distill-write``.
+    """Run ``recipes distill-write``: write or complete a file of answers sampled from a teacher.
 
     Raises:
-        ConfigError: A flag or the configuration is invalid, or the file holds other answers.
-        DataError: The prompts cannot be read.
+        ConfigError: A flag or the configuration is invalid, the teacher cannot be loaded, a mixture is configured; as
+            ``RowFile``.
+        DataError: As ``load_prompt_data``.
     """
     options, overrides = CommandParser("distill-write").parse_known_args(argv)
     config = load_for_command("distill", overrides, options.config)
-    sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")
-
-
-def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
-    """Write or complete a file of answers sampled from a teacher; return a summary line.
-
-    Args:
-        config: Distillation configuration: the teacher, which uses its own chat template, and the dataset of prompts.
-        output: File to write.
-        reasoning: Handling of ``<think> ... </think>``: ``keep`` or ``drop``.
-
-    Raises:
-        ConfigError: The teacher cannot be loaded; a mixture is configured; as ``RowFile``.
-        DataError: As ``load_prompt_data``.
-    """
-    from recipes_lib.data.store import compute_key
     from recipes_lib.distillation.teacher_store import identify_teacher
     from recipes_lib.evaluation.answering import LocalModel
     from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
@@ -421,14 +400,14 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
         "response_length": length,
         "temperature": temperature,
         "seed": args.seed,
-        "reasoning": reasoning,
+        "reasoning": options.reasoning,
     }
     input_ids = [prompt.input_ids for prompt in prompts.train]
-    key = compute_key({**facts, "stop_ids": stop_ids, "prompts": input_ids})
+    settings = {"stop_ids": stop_ids, "prompts": input_ids}
     what = "answers of another teacher, to other prompts, or with other sampling parameters"
-    file = RowFile(output, key, AnswerCounts(), what=what, facts=facts)
-    file.write(answer(model, prompts.train, file.counts, reasoning=reasoning))
-    return file.counts.describe()
+    file = RowFile(options.output, settings, AnswerCounts(), what=what, facts=facts)
+    file.write(answer(model, prompts.train, file.counts, reasoning=options.reasoning))
+    sys.stdout.write(f"{options.output}: {file.counts.describe()}\n")
 
 
 def answer(

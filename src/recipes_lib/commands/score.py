@@ -105,7 +105,6 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     from recipes_lib.data.packed.encoding import collect_inputs
     from recipes_lib.data.sources.canonical import load_source
     from recipes_lib.data.sources.mixtures import list_entries
-    from recipes_lib.data.store import compute_key
     from recipes_lib.training.evaluation.row_scores import load_row_scorer
     from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.monitoring.progress import build_progress
@@ -122,7 +121,7 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     inputs = collect_inputs(config, {"train": source.fingerprint()})
     settings = [hash_weights(scorer.model), resolve_precision(config), scorer.length, *map(str, columns)]
     what = "scores by another model, of other rows, or with other settings"
-    file = RowFile(output, compute_key({**inputs, "settings": settings}), ScoreCounts(), what=what)
+    file = RowFile(output, {**inputs, "settings": settings}, ScoreCounts(), what=what)
     progress = build_progress(is_main=True)
     try:
         # Reads the source twice: not every layout knows its number of rows.

@@ -15,7 +15,7 @@ from rich.console import Console
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import count_bytes, explain_write_errors, read_text, staging_folder
+from recipes_lib.files import atomic_folder, count_bytes, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,6 @@ MAX_TAIL_SHARE: Final = 0.05
 # Bounds the length of a text, so that the held-out tail can be a part of a single large file.
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
-_FILE: Final = "tokenizer.json"
 _TRIAL: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
@@ -40,31 +39,30 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: A flag is wrong, the chat template is unusable, or the output folder holds another tokenizer or
-            cannot be written.
+        ConfigError: A flag is wrong, the chat template is unusable, or the output folder is not empty.
         DataError: The data cannot be read, or there is too little text for the vocabulary.
     """
     options = _parse(argv)
     settings = _read_settings(options)
-    _open_folder(options.output_dir, options.vocab_size)
-    mixture = _open_data(options)
-    from recipes_lib.models.vocabulary import measure_usage, train_tokenizer
+    with atomic_folder(options.output_dir) as folder:
+        mixture = _open_data(options)
+        from recipes_lib.models.vocabulary import measure_usage, train_tokenizer
 
-    template = _verify_template(settings, options.chat_template)
-    tail = HeldOutTail()
-    texts = tail.split(read_texts(mixture, template))
-    tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty(), **settings)
-    if len(tokenizer) < options.vocab_size:
-        found = f"the text yields {len(tokenizer):,} tokens, and --vocab_size is {options.vocab_size:,}"
-        remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no further pair of tokens occurs twice"
-        raise DataError(Problem(", ".join(options.data), found, remedy))
-    is_new = write_tokenizer(tokenizer, options.output_dir)
+        template = _verify_template(settings, options.chat_template)
+        tail = HeldOutTail()
+        texts = tail.split(read_texts(mixture, template))
+        tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty(), **settings)
+        if len(tokenizer) < options.vocab_size:
+            found = f"the text yields {len(tokenizer):,} tokens, and --vocab_size is {options.vocab_size:,}"
+            remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no further pair of tokens occurs twice"
+            raise DataError(Problem(", ".join(options.data), found, remedy))
+        tokenizer.save_pretrained(folder)
     with Console(stderr=True).status("counting tokens"):
         # Read again instead of kept in memory.
         usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
         held_out = measure_usage(tokenizer, tail.texts)
     sys.stdout.writelines(f"{line}\n" for line in describe(tokenizer, usage, held_out))
-    sys.stdout.write(f"{'written to' if is_new else 'identical to the tokenizer in'} {options.output_dir}\n")
+    sys.stdout.write(f"written to {options.output_dir}\n")
 
 
 class HeldOutTail:
@@ -131,26 +129,6 @@ def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]
         yield text[start:]
 
 
-def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
-    """Write a tokenizer into ``folder`` atomically; return ``False`` if an identical one exists.
-
-    Raises:
-        ConfigError: The folder holds another one, or cannot be written.
-    """
-    with explain_write_errors(folder, "name another folder"), staging_folder(folder / _FILE) as staging:
-        tokenizer.save_pretrained(staging)
-        # The vocabulary last: a reader that finds it finds the other files, too.
-        files = sorted(staging.iterdir(), key=lambda file: (file.name == _FILE, file.name))
-        if (folder / _FILE).exists():
-            pairs = ((file, folder / file.name) for file in files)
-            if any(not there.is_file() or there.read_bytes() != file.read_bytes() for file, there in pairs):
-                raise _build_refusal(folder)
-            return False
-        for file in files:
-            file.replace(folder / file.name)
-    return True
-
-
 def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: TokenUsage) -> Iterator[str]:
     """Yield a summary of a trained tokenizer, line by line.
 
@@ -206,26 +184,6 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"eos_token": eos_token, "special_tokens": special_tokens, "chat_template": template}
 
 
-def _open_folder(folder: Path, vocab_size: int) -> None:
-    """Create the folder; raise before training if it holds a tokenizer with another vocabulary size.
-
-    Raises:
-        ConfigError: The folder holds another tokenizer, or cannot be created.
-    """
-    from tokenizers import Tokenizer
-
-    with explain_write_errors(folder, "name another --output_dir", "cannot be created"):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / _FILE).exists():
-        return
-    try:
-        found = Tokenizer.from_file(str(folder / _FILE)).get_vocab_size()
-    except Exception as error:  # The bindings of tokenizers raise plain `Exception`.
-        raise _build_refusal(folder) from error
-    if found != vocab_size:
-        raise _build_refusal(folder)
-
-
 def _open_data(options: argparse.Namespace) -> Mixture:
     """Return the rows of all sources, one after the other.
 
@@ -264,11 +222,6 @@ def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate
         problems = (Problem(f"--chat_template {name}", one.found, one.remedy) for one in error.problems)
         raise ConfigError(*problems) from error
     return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
-
-
-def _build_refusal(folder: Path) -> ConfigError:
-    remedy = "name another --output_dir, or remove the folder"
-    return ConfigError(Problem(str(folder), "already holds another tokenizer", remedy))
 
 
 def _format_usage(usage: TokenUsage) -> str:

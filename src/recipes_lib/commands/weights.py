@@ -201,7 +201,8 @@ def _write_adapter(checkpoint: Path, folder: Path) -> int:
 
 
 MAX_KL: Final = 0.01
-"""Allowed mean KL divergence of the merged model from base and adapter, nats per token: ten times bfloat16 rounding."""
+"""Allowed mean KL divergence of the merged model from base and adapter, in nats per token (``flags.yaml``): ten times
+the rounding of bfloat16."""
 MAX_KL_FROM_FEW_BITS: Final = 0.2
 """The same for an adapter trained on a quantised base, which also compensates quantisation error."""
 MAX_TOKENS: Final = 64
@@ -219,7 +220,7 @@ def main_merge(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, a model cannot be loaded or written, or the predictions of the merged model differ
             too much; then nothing is written.
     """
-    options = _parse_merge(argv)
+    options = CommandParser("merge").parse_args(argv)
     settings = _read_adapter(options.adapter)
     if not (options.base or settings.get("base_model_name_or_path")):
         raise ConfigError(Problem("--base", f"{options.adapter} names no base model", "add --base, a folder or Hub id"))
@@ -276,13 +277,6 @@ def refuse_another_model(record: Mapping[str, Any]) -> None:
         found += f"{base_kl:.2e}: merging has no effect"
         remedy = "the adapter does not change the base" if base_kl == 0 else use_float32
         raise ConfigError(Problem("--adapter", found, remedy))
-
-
-def _parse_merge(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("merge")
-    text = f"allowed mean KL divergence (default: {MAX_KL}; quantised base: {MAX_KL_FROM_FEW_BITS})"
-    parser.add_argument("--max_kl", type=float, metavar="NATS", help=text)
-    return parser.parse_args(argv)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
@@ -348,7 +342,7 @@ def main_student(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: A flag is wrong, or the teacher cannot be loaded or pruned; then nothing is written.
     """
-    options = _parse_student(argv)
+    options = CommandParser("student").parse_args(argv)
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
     from recipes_lib.models.structure import map_layers, prune_layers, verify_copy
 
@@ -357,8 +351,8 @@ def main_student(argv: Sequence[str]) -> None:
         tokenizer = load_tokenizer(teacher, TokensConfig())
         teacher_config, _ = load_model_config(teacher)
     count = teacher_config.get_text_config().num_hidden_layers
-    if options.layers is None and not 1 <= options.num_layers <= count:
-        found = f"{options.num_layers} layers are requested, and the teacher has {count}"
+    if options.layers is None and not 1 <= (options.num_layers or 0) <= count:
+        found = f"{options.num_layers or 0} layers are requested, and the teacher has {count}"
         raise ConfigError(Problem("--num_layers", found, f"write a number from 1 to {count}"))
     layers = options.layers or list(map_layers(options.num_layers, count))
     with atomic_folder(options.output) as student:
@@ -377,11 +371,3 @@ def main_student(argv: Sequence[str]) -> None:
         f"parameters   {model.num_parameters():,} of {num_before:,}\n"
         f"written to {options.output}; distil it by `model_name_or_path: {options.output}`\n"
     )
-
-
-def _parse_student(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("student")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--num_layers", type=int, metavar="K", help="number of layers, evenly spaced, with the last")
-    which.add_argument("--layers", type=int, nargs="+", metavar="N", help="indices of the layers, from 1")
-    return parser.parse_args(argv)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import operator
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from recipes_lib.config.table import TABLES, load_table, read_lists
 from recipes_lib.errors import ConfigError, Problem
@@ -37,7 +41,7 @@ _HOURS: Final = {
 _CURRENCIES: Final = re.compile(r"[$€£]|usd|eur|gbp", re.IGNORECASE)
 """Removed from amounts of money, which are not converted."""
 _QUANTITY: Final = re.compile(r"([+-]?(?=\.?\d)(?:\d{1,3}(?:,\d{3})+|\d*)\.?\d*(?:e[+-]?\d+)?)\s*([a-z%]*)")
-_RULES: Final = ("positional", "alias", "range", "with", "without", "recipes", "remedy")
+_RULES: Final = ("positional", "range", "with", "without", "recipes", "remedy")
 """Keys of a flag that are not argparse's."""
 
 
@@ -50,8 +54,17 @@ def _read_quantity(text: str, units: Mapping[str, float]) -> float:
     return float(found[1].replace(",", "")) * units[found[2]]
 
 
+def _read_value(text: str, load: Callable[[str], Any], kind: type, described: str) -> Any:
+    with suppress(ValueError, RecursionError, yaml.YAMLError):
+        if isinstance(value := load(text), kind):
+            return value
+    raise argparse.ArgumentTypeError(f"{text[:80]!r} is not {described}")
+
+
 _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
     **{"int": int, "float": float, "path": Path, "words": shlex.split},
+    "boolean": partial(_read_value, load=yaml.safe_load, kind=bool, described="true or false"),
+    "mapping": partial(_read_value, load=json.loads, kind=dict, described="a JSON object"),
     "money": lambda text: _read_quantity(_CURRENCIES.sub("", text), _COUNTS),
     "count": partial(_read_quantity, units=_COUNTS),
     "share": partial(_read_quantity, units={"": 1.0, "%": 0.01}),
@@ -65,13 +78,7 @@ def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
         given = {key: value for key, value in options.items() if key not in _RULES}
         given |= {"type": _TYPES[given["type"]]} if "type" in given else {}
         given |= {"metavar": tuple(given["metavar"])} if isinstance(given.get("metavar"), list) else {}
-        names = [f"--{one}" for one in (name, options.get("alias")) if one]
-        parser.add_argument(*([name] if options.get("positional") else names), **given)
-
-
-def add_recipe_flags(parser: argparse._ActionsContainer) -> None:
-    """Add ``--recipe`` and ``--config`` to a command."""
-    add_flags(parser, FLAGS["recipe"])
+        parser.add_argument(name if options.get("positional") else f"--{name}", **given)
 
 
 def find_problems(flags: Flags, options: argparse.Namespace, recipe: str = "") -> Iterator[Problem]:
@@ -117,8 +124,13 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str = "", **options: Any) -> None:
         described = {"prog": f"recipes {command}", **FLAGS[command]} if command else {}
         self.flags: Flags = described.pop("flags", {})
+        names = described.pop("commands", ())
         super().__init__(allow_abbrev=False, **{**described, **options})
         add_flags(self, self.flags)
+        if names:
+            parsers = self.add_subparsers(dest="command", required=True)
+            for inner in (f"{command} {name}" for name in names):
+                parsers.add_parser(inner.split()[-1], command=inner, help=FLAGS[inner]["description"])
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """Return the parsed flags and the other arguments, which may be keys of a recipe.

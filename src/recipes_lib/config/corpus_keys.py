@@ -226,6 +226,7 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
     """Configuration of a corpus."""
 
     TABLE = "corpus"
+    USAGE = "recipes clean --config FILE [--key value ...]"
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Yield problems of the configuration as a whole."""
@@ -255,14 +256,6 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
                 yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 
 
-CORPUS_SECTIONS: Final[Mapping[str, type]] = {
-    "input": InputKeys,
-    "text": TextKeys,
-    "privacy": PrivacyKeys,
-    "duplicates": DuplicateKeys,
-    "mixture": MixtureKeys,
-}
-"""Heading in ``--help`` -> the keys below it."""
 PII_KINDS: Final = get_args(PiiKind)
 PERPLEXITY_BUCKETS: Final = get_args(PerplexityBucket)
 JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_folders, check_reference
@@ -82,6 +82,11 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
     """Configuration of an evaluation."""
 
     TABLE = "eval"
+    USAGE = """recipes eval MODEL --tasks core,gsm8k [--key value ...]
+       recipes eval --config FILE [--key value ...]
+       recipes eval watch RUN --tasks core,gsm8k [--key value ...]
+       recipes eval compare A B [...]
+       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR"""
 
     @property
     def folder(self) -> Path:
@@ -116,14 +121,6 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
             yield settings.problem(
                 "output_dir", "the model has no folder here for the results", "write output_dir: ..."
             )
-
-
-EVAL_SECTIONS: Final[Mapping[str, type]] = {
-    "model": EvaluatedModelKeys,
-    "tasks": TaskKeys,
-    "output": EvaluationOutputKeys,
-}
-"""Heading in ``--help`` -> the keys below it."""
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:

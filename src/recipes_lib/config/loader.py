@@ -37,8 +37,9 @@ from recipes_lib.config.values import (
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
-from recipes_lib.shipped import find_recipe, find_shipped
+from recipes_lib.shipped import find_shipped
 
+_ARGUMENTS: Final = "--config FILE [--key value ...]"
 _HELP_WIDTH: Final = 100
 """Maximum columns of ``--help``, also in a wider terminal."""
 _YAML: Final = (".yaml", ".yml")
@@ -77,18 +78,17 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
     table = load_table(recipe)
     wants = parse_command_line(argv, table, []).wants
     if wants == "help":
-        return format_help(table)
+        return format_help(table, f"recipes/{recipe}.py {_ARGUMENTS}")
     config = load_config(recipe, argv)
     if wants == "print":
         return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
     return config
 
 
-def format_help(table: KeyTable) -> str:
+def format_help(table: KeyTable, usage: str) -> str:
     """Return the text of ``--help``: usage, then every key by group, with type, default and description."""
-    name = f"/{table.recipe}.py" if find_recipe(table.recipe).exists() else f" {table.recipe}"
     lines = [
-        f"usage: recipes{name} --config FILE [--key value ...]",
+        f"usage: {usage}",
         "",
         "  --config FILE    a flat YAML file of the keys below; flags override it",
         "  --print-config   print every effective value and where it comes from, and exit",
@@ -132,7 +132,7 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
         ConfigError: ``--recipe`` is not one of ``recipes``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", "--stage")
+    parser.add_argument("--recipe")
     options, rest = parser.parse_known_args(argv)
     # Added after the first pass, so that --config stays in `rest`.
     parser.add_argument("--config", type=Path)
@@ -486,10 +486,12 @@ class CommandConfig:
 
     Attributes:
         TABLE: Name of the key table, one of ``table.TABLES``.
+        USAGE: Command lines for ``--help``; empty: the name of the table and a file.
         path: The YAML file; ``None`` when everything came from flags.
     """
 
     TABLE: ClassVar[str]
+    USAGE: ClassVar[str] = ""
     path: Path | None = None
 
     @classmethod
@@ -506,7 +508,7 @@ class CommandConfig:
         table, problems = load_table(cls.TABLE), list[Problem]()
         command = parse_command_line(argv, table, problems)
         if command.wants == "help":
-            return format_help(table)
+            return format_help(table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}")
         entries = _gather_entries(command, problems)
         settings = _read_settings(command.config, entries, table, problems)
         for key in required or table.required:

@@ -1,9 +1,9 @@
-"""Defaults, notes, bounds, choices, rejected and renamed keys of the recipes, read from YAML files.
+"""Rejected and renamed keys of the recipes, read from YAML files.
 
-Only the generator of key tables, migration and errors read them; loading a valid configuration does not. Every key of
-upstream's configuration classes is either supported or rejected in ``recipes.yaml``, which
-``tests/config/test_recipes.py`` verifies. ``renames.yaml`` lists upstream keys that were removed or renamed, belong to
-another file, or have a different meaning here.
+Only migration and errors read them; loading a valid configuration does not. Every key of upstream's configuration
+classes is either supported or rejected in ``recipes.yaml``, which ``tests/config/test_recipes.py`` verifies; the file
+also has what ``tests/config/generate.py`` writes into the key tables. ``renames.yaml`` lists upstream keys that were
+removed or renamed, belong to another file, or have a different meaning here.
 """
 
 from __future__ import annotations
@@ -21,46 +21,10 @@ from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table, read_lists
 
 
-def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
-    """Return the defaults of a recipe that differ from upstream's: key -> (value, reason)."""
-    return {key: tuple(default) for key, default in _gather("defaults", recipe).items()}
-
-
-def read_choices(recipe: str) -> Mapping[str, list[str | bool]]:
-    """Return key -> supported values, for keys whose upstream values are only partly supported."""
-    return _gather("choices", recipe)
-
-
-def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
-    """Return key -> values that upstream does not have."""
-    return _gather("added_choices", recipe)
-
-
-def read_common(recipe: str) -> list[str]:
-    """Return the keys that most users of a recipe or command set, its own keys first."""
-    return [key for recipes, keys in _read()["common"].items() if recipe in recipes.split() for key in keys.split()]
-
-
-def read_notes() -> Mapping[str, str]:
-    """Return key -> addition to upstream's help text."""
-    notes: Mapping[str, str] = _read()["notes"]
-    return notes
-
-
 @functools.cache
 def read_harmless() -> tuple[str, ...]:
     """Return patterns of keys with which a run may be resumed with other values: they do not affect its weights."""
     return tuple(_read()["harmless"].split())
-
-
-@functools.cache
-def read_bounds() -> Mapping[str, Mapping[str, float]]:
-    """Return key -> range of its number, in the keywords of JSON schema."""
-    return {
-        key: {bound: value for bound, value in entry.items() if bound != "keys"}
-        for entry in _read()["bounds"]
-        for key in entry["keys"].split()
-    }
 
 
 @functools.cache
@@ -89,16 +53,6 @@ def _build_retired(
         return Retired(f"was renamed to `{new}` ({since})", f"write `{new}`", new)
     values = {value: {} for value in entry["at"]} if "at" in entry else entry.get("values")
     return Retired(found, remedy, new, values)
-
-
-def _gather(part: str, recipe: str) -> dict[str, Any]:
-    """Return the entries of a section of the file for a recipe: those for all recipes, then its own."""
-    return {
-        key: value
-        for names, keys in _read()[part].items()
-        if recipe in RECIPE_NAMES and {"all", recipe} & set(names.split())
-        for key, value in keys.items()
-    }
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_exists, looks_local
@@ -152,13 +152,3 @@ class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, Synthesi
             is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and self.base_url is not None)
             if place is not None and looks_local(place) and not is_elsewhere:
                 yield from check_exists(settings.where(key), key, place)
-
-
-SYNTHESIS_SECTIONS: Final[Mapping[str, type]] = {
-    "model": WriterKeys,
-    "requests": RequestKeys,
-    "method": MethodKeys,
-    "quality": QualityKeys,
-    "output": SynthesisOutputKeys,
-}
-"""Heading in ``--help`` -> the keys below it."""

@@ -13,27 +13,11 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.config.recipes import read_renames
-from recipes_lib.config.table import Schema, describe
+from recipes_lib.config.table import Schema, describe, read_lists
 from recipes_lib.errors import ConfigError, Problem, escape_controls, suggest
 
 _MAX_DEPTH = 12
 _MAX_BYTES = 1 << 20
-_NEXT_TO = "begin each key at the left margin, with a blank after its colon"
-# Part of a PyYAML message -> remedy. The first match applies, so tabs precede the general "cannot start any token".
-_REMEDIES = (
-    ("'\\t'", "write spaces instead of tabs"),
-    ("cannot start any token", "quote a value that begins with this character"),
-    ("scanning an alias", "quote a value that begins with '*'"),
-    ("mapping values are not allowed", f"{_NEXT_TO}, as on the line before; quote a value that contains ': '"),
-    ("could not find expected ':'", "write `key: value`, with a blank after the colon"),
-    ("'<document start>'", f"write one `key: value` a line; {_NEXT_TO}"),
-    ("<block end>", "indent all keys of a mapping by the same number of blanks"),
-    ("'}', but got '{'", 'quote a value that contains braces, as in "${{sft.output}}"'),
-    ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
-    ("end of stream", "close the quote that begins here"),
-    ("escape", "write it in single quotes, in which a backslash is literal"),
-    ("expected a single document", "remove the line '---' and what follows it"),
-)
 _BEGINS_THERE = ("could not find expected ':'", "end of stream")
 """Errors that PyYAML detects on a later line or at the end of the file; they are reported where the token begins."""
 
@@ -165,7 +149,8 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         found = ", ".join(part for part in (error.context, error.problem) if part)
         marks = [mark for mark in (error.context_mark, error.problem_mark) if mark]
         line = marks[0 if found.endswith(_BEGINS_THERE) else -1].line
-        remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
+        known = read_lists(Path(__file__).with_name("syntax.yaml"))
+        remedy = next((remedy for sign, remedy in known.items() if sign in found), "correct the YAML syntax here")
         remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
     except ConfigError as error:
         problems += error.problems

@@ -51,7 +51,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
-    problems, found = list[Problem](), dict[str, Any]()
+    problems, found, away = list[Problem](), dict[str, Any](), list[str]()
     for name, num_fewshot in wanted.items():
         # One task at a time, so that a failure does not hide the problems of the others.
         try:
@@ -60,6 +60,9 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
                 if "/" in place:  # Others are formats of files, such as `json`.
                     go_offline_unless_reachable(place)
             loaded = manager.load([name])
+        except ConnectionError:  # From `datasets`; its message is about offline mode, which the user need not have set.
+            away.append(name)
+            continue
         except Exception as error:  # Any exception of a task file, of `datasets` or of the Hub.
             problems.append(_describe_failure(name, error))
             continue
@@ -67,6 +70,9 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
             found.setdefault(kind, {}).update(entries)
         for part, task in loaded["tasks"].items():
             problems += _set_up(part, task, config, num_fewshot)
+    if away:
+        reason = "their data are not in the cache, and the Hub is out of reach"
+        problems.append(Problem(f"tasks: {list_first(away)}", reason, _NETWORK))
     if problems:
         raise ConfigError(*problems)
     return found

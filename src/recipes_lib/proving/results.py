@@ -92,7 +92,7 @@ def format_row(row: Row) -> str:
 
 
 def write_page(path: Path, rows: Iterable[Row]) -> None:
-    """Write the page of results, and its folder: date, device and versions, and a row for each check."""
+    """Write the page of results: date, device and versions, and a row for each check."""
     rows = list(rows)
     machine = next((row.figures for row in rows if row.check == "environment"), {"machine": rows[0].machine})
     counts = {status: sum(row.status == status for row in rows) for status in (PASSED, FAILED, SKIPPED)}
@@ -109,7 +109,6 @@ def write_page(path: Path, rows: Iterable[Row]) -> None:
         *(_format_line(row) for row in rows),
         "",
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "\n".join(lines))
 
 

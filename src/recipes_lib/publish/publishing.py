@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import functools
 import sys
@@ -21,7 +20,6 @@ from huggingface_hub.utils.sha import git_hash
 from recipes_lib import processes
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.values import BOOLEANS
 from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
@@ -38,7 +36,6 @@ from recipes_lib.publish.card import CHART
 from recipes_lib.publish.selection import (
     MODEL,
     RECORDS,
-    STATES,
     Contents,
     Files,
     collect_files,
@@ -342,7 +339,7 @@ def main(argv: Sequence[str]) -> None:
             folder, or the Hub refuses or fails several times in a row.
         DataError: The model is damaged, or a file to publish contains a secret.
     """
-    options = _parse(argv)
+    options = CommandParser("publish").parse_args(argv)
     folder: Path = options.folder
     keys = dict(read_facts(folder).get("config", {}))
     keys |= {name: value for name, value in vars(options).items() if value is not None}
@@ -388,22 +385,3 @@ def _print(line: str) -> None:
 def _log(line: str) -> None:
     with suppress(OSError):  # The pipe or terminal of stderr may be gone.
         sys.stderr.write(f"{line}\n")
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser("publish")
-    parser.add_argument("--hub_private_repo", type=_read_flag, metavar="true|false", help="(default: true)")
-    strategies = ("end", "every_save", *STATES)
-    parser.add_argument("--hub_strategy", choices=strategies, help="which checkpoints go with it (default: the run's)")
-    return parser.parse_args(argv)
-
-
-def _read_flag(text: str) -> bool:
-    """Return a boolean flag in the spellings of YAML.
-
-    Raises:
-        ArgumentTypeError: The text is neither true nor false.
-    """
-    if text.lower() not in BOOLEANS:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither true nor false")
-    return BOOLEANS[text.lower()]

@@ -24,16 +24,8 @@ from recipes_lib.report.run_files import Curve, RunFiles, find_non_finite_steps,
 
 Kind = Literal["noisy", "exact", "points"]
 
-COLOURS: Mapping[str, str] = {
-    "ink": "#1c2024",
-    "muted": "#60666d",
-    "rule": "#d9dce0",
-    "first": "#2563c9",
-    "second": "#b04c08",
-    "third": "#7a3fb0",
-    "good": "#1f7a4d",
-    "alarm": "#c42b3c",
-}
+_LIGHT_THEME: Final = Path(__file__).with_name("page.css").read_text(encoding="utf-8").partition("@media")[0]
+COLOURS: Final[Mapping[str, str]] = dict(re.findall(r"--([\w-]+): (#\w+)", _LIGHT_THEME))
 """Colours of the light theme. They are distinct, so that ``render`` can replace each by its CSS variable."""
 PNG_BACKGROUND = "#ffffff"
 MAX_POINTS = 800

@@ -283,7 +283,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         words = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, dict):
             yield from _flatten(value, f"{words} · ")
-        elif value is not None:
+        elif value not in (None, []):
             yield words, _show_value(value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
-from recipes_lib.commands.generated.judge_models import _build_parser
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError
@@ -20,7 +20,7 @@ def test_keys_and_flags_build_same_models() -> None:
     )
     words = [f"--{name}={value}" for name, value in KEYS.items()]
     words += ["--timeout=5", '--request={"top_p": 1}', "--judge_tokens=9", f"--judge={URL}", "--prompts=f"]
-    flags = _build_parser().parse_args(["A", *words, "--output_dir=o"])
+    flags = CommandParser("eval compare --judge").parse_args(["A", *words, "--output_dir=o"])
     one, other = (load_answerer(settings, ("http://h/v1", "m"), ModelConfig()) for settings in (config, flags))
     assert one == other
     assert (one.timeout, one.request, one.seed) == (5.0, {"top_p": 1}, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.commands.planning.flags import _build_plan_parser, _build_scale_parser
+from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,14 @@ from recipes_lib.commands.planning.flags import _build_plan_parser, _build_scale
     ],
 )
 def test_quantity_of_plan_has_optional_unit(flag: str, text: str, value: float) -> None:
-    assert getattr(_build_plan_parser().parse_args([f"--{flag}", text]), flag) == pytest.approx(value)
+    add_flags(parser := CommandParser("plan"), FLAGS["planning"])
+    assert getattr(parser.parse_args([f"--{flag}", text]), flag) == pytest.approx(value)
 
 
 def test_counts_of_scale_have_optional_suffix() -> None:
-    options = _build_scale_parser().parse_args(["predict", "--parameters", "7B", "--tokens", "1_000.5M"])
+    options = CommandParser("scale").parse_args(["predict", "--parameters", "7B", "--tokens", "1_000.5M"])
     assert (options.parameters, options.tokens) == (7e9, 1000.5e6)
-    assert _build_scale_parser().parse_args(["plan", "--flops", "5.76e23"]).flops == 5.76e23
+    assert CommandParser("scale").parse_args(["plan", "--flops", "5.76e23"]).flops == 5.76e23
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipes_lib.commands.planning.flags import GPU_HOURS_BETWEEN_FAILURES
 from recipes_lib.commands.planning.plan import Failures
+from recipes_lib.config.command_flags import FLAGS
 
-_LLAMA_3_HOURS = GPU_HOURS_BETWEEN_FAILURES / 16_384
+_LLAMA_3_HOURS = FLAGS["planning"]["failure_hours"]["default"] / 16_384
 
 
 def _simulate(failures: Failures, interval: float, num_segments: int) -> float:

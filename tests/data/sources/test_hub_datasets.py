@@ -143,7 +143,7 @@ def test_unknown_hub_dataset_offline_has_remedy() -> None:
         (ValueError("Config name is missing.\nPlease pick one among the available configs: ['a']"), "dataset_config"),
         (ValueError("BuilderConfig 'x' not found. Available: ['a']"), "dataset_config"),
         (RuntimeError("Dataset scripts are no longer supported, but found b.py"), "refs/convert/parquet"),
-        (ConnectionError("Couldn't reach 'a/b' on the Hub"), "go online"),
+        (ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"), "go online"),
         (datasets.exceptions.DatasetGenerationError("An error occurred"), "spelling"),
         (HfHubHTTPError("refused", response=MagicMock(status_code=429)), "wait some minutes"),
     ],
@@ -158,3 +158,4 @@ def test_hub_error_has_remedy(error: Exception, remedy: str, monkeypatch: pytest
     (problem,) = caught.value.problems
     assert remedy in problem.remedy
     assert "\n" not in problem.found
+    assert "OfflineMode" not in problem.found

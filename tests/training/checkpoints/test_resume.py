@@ -39,7 +39,7 @@ def config(per_device, accumulation, **sections):
 
 def record(world_size, per_device, accumulation, engine=""):
     batch = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
-    return {"world_size": world_size, "engine": engine, **batch}
+    return {"world_size": world_size, "data_size": world_size, "engine": engine, **batch}
 
 
 @pytest.mark.parametrize(

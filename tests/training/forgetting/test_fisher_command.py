@@ -100,7 +100,7 @@ def test_pretraining_documents_are_not_packed(tmp_path: Path, tiny_model_dir: Pa
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
+    ("flags", "message"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "finite number >= 1")]
 )
 def test_invalid_flag_is_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

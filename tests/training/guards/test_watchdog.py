@@ -161,6 +161,24 @@ def test_stop_file_is_read_and_deleted_by_main_process(tmp_path, monkeypatch):
     assert stop.reason == f"the file {file}"
 
 
+def test_folder_of_that_name_is_no_stop_request(tmp_path, monkeypatch):
+    polled = threading.Semaphore(0)
+
+    def poll_once(functions, over):
+        try:
+            for function in functions:
+                function()
+        finally:
+            polled.release()
+
+    monkeypatch.setattr(watchdog_module, "_repeat", poll_once)
+    (tmp_path / "STOP").mkdir()
+    with Watchdog().watching(tmp_path, is_main=True, stop=(stop := StopRequest())):
+        polled.acquire()
+        polled.acquire()  # One for each thread.
+    assert stop.reason is None
+
+
 def test_hanging_process_is_shown_and_ended(tmp_path):
     script = """
 import sys, threading

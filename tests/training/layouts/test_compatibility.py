@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from tests.forked import ROOT
 from tests.test_accelerate_configs import FILES
 
 from recipes_lib.commands import launch as launching
@@ -17,7 +16,7 @@ from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import WEIGHTS, RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layouts.compatibility import BLOCKED, Blocked, format_table, verify_combination
+from recipes_lib.training.layouts.compatibility import BLOCKED, Blocked, verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     name_pipeline,
@@ -368,11 +367,6 @@ def test_run_without_launcher_is_never_refused(tmp_path: Path) -> None:
     alone = Launch(rank=0, local_rank=0, world_size=1, engine="")
     for (keys, _), _ in CASES:
         verify_combination(read(keys, tmp_path), alone)
-
-
-def test_documented_table_is_current() -> None:
-    page = (ROOT / "docs" / "hardware.md").read_text()
-    assert format_table() in page, "python -m recipes_lib.training.layouts.compatibility"
 
 
 PLAIN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]

@@ -16,6 +16,7 @@ import torch
 from tests.rows import read_rows
 from tests.training.clock import Clock
 
+from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_peak_memory
 
@@ -168,6 +169,12 @@ def test_full_disk_error_names_file(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path / "metrics.jsonl")) as caught:
         MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1})
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="is a pipe, not a file"):
+        MetricsWriter(tmp_path / "metrics.jsonl")
 
 
 def test_partial_writes_are_completed(tmp_path, monkeypatch):

@@ -119,18 +119,6 @@ def test_cache_is_reused_after_recomputing_64_pairs(tmp_path, pairs):
     assert np.array_equal(other_key.rows["train"].logps, expected_logps(100))
 
 
-def test_run_resumes_with_copy_that_earlier_version_named_by_its_key(tmp_path, pairs):
-    run = build(tmp_path, pairs)
-    fill(run, Oracle(pairs))
-    own, cache = run._places
-    shutil.rmtree(own)
-    cache.rename(own)
-    resumed = build(tmp_path, pairs, key="f" + KEY[1:])
-    assert not resumed.find()
-    assert resumed.find(is_resumed=True)
-    assert np.array_equal(resumed.rows["train"].logps, expected_logps(100))
-
-
 def test_verified_sample_depends_on_cache_key(tmp_path, pairs):
     scored = []
     for key in (KEY, "f" + KEY[1:], KEY):

@@ -20,7 +20,7 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
-from recipes_lib.files import parse_record, read_lines, replace_record
+from recipes_lib.files import read_lines, replace_record
 from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, a model or the judge cannot be loaded, or the folder holds another comparison.
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
-    options = _build_parser().parse_args(argv)
+    options = CommandParser("eval compare --judge").parse_args(argv)
     if len(options.models) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
     from recipes_lib.training.monitoring.progress import build_progress
@@ -87,20 +87,6 @@ def main(argv: Sequence[str]) -> None:
         raise DataError(Problem(str(options.output_dir), found, remedy))
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = CommandParser("eval compare --judge")
-    text, read = "JSON: further fields of requests to the judge; null removes one", _read_fields
-    parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
-    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=text)
-    return parser
-
-
-def _read_fields(text: str) -> dict[str, Any]:
-    if (fields := parse_record(text)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return fields
-
-
 def _find_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> list[list[str]]:
@@ -121,15 +107,13 @@ def _sample_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> Path:
     """Write the answers of a model to the questions that its file lacks; return the path of the file."""
-    from recipes_lib.data.store import compute_key
-
     named = ModelConfig(model_name_or_path=name, dtype=options.dtype)
     engine = load_answerer(options, split_place(name), named)
     facts = {"model": engine.describe()}
     path: Path = options.output_dir / f"answers-{at}.jsonl"
-    key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
+    settings = {"questions": [question._asdict() for question in questions]}
     what = "answers of another model, to other questions, or with other sampling parameters"
-    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
+    file = RowFile(path, settings, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         answers = ask_questions(engine, part, range(start, start + len(part)))
@@ -168,13 +152,10 @@ def _judge(
     progress: TrainingProgress,
 ) -> tuple[dict[str, WinRate], dict[str, int]]:
     """Judge the answers to the questions without a verdict; return win rates by category, and tokens of the judge."""
-    from recipes_lib.data.store import compute_key
-
     facts = {"judge": judge.describe()}
-    asked = [question._asdict() for question in questions]
-    key = compute_key({**facts, "questions": asked, "answers": [base, other]})
+    settings = {"questions": [question._asdict() for question in questions], "answers": [base, other]}
     what = "verdicts of another judge, or on other answers"
-    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
+    file = RowFile(path, settings, AnsweredCounts(), what=what, facts=facts)
 
     def ask(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         own = slice(start, start + len(part))

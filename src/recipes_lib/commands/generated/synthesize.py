@@ -121,8 +121,6 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
         ConfigError: As ``main``.
         DataError: As ``main``.
     """
-    from recipes_lib.data.store import compute_key
-
     method, folder = load_method(config), Path(config.output_dir)
     rows, fingerprint = read_source(method)
     checks = build_checks(config)
@@ -131,10 +129,10 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     writer = load_writer(config)
     facts = {"writer": writer.describe(), "source": {"name": config.dataset_name, "fingerprint": fingerprint}}
     settings = {name: getattr(config, name) for name in ("seed", "num_seeds", "num_answers", "dataset_columns")}
-    key = compute_key({**facts, **settings, "method": dict(method.fields)})
+    settings["method"] = dict(method.fields)
     what = "replies of another model, to another method or source, or with other sampling parameters"
     # 1. Replies, which cost time or money: appended, never requested twice.
-    replies = RowFile(folder / _REPLIES, key, ReplyCounts(), what=what, facts=facts)
+    replies = RowFile(folder / _REPLIES, settings, ReplyCounts(), what=what, facts=facts)
     limits = Limits(config, replies.counts)
     replies.write(_write_replies(method, writer, rows, total, limits, progress))
     del writer  # Frees GPU memory for a local judge.
@@ -313,7 +311,7 @@ def _grade(
     from recipes_lib.data.store import compute_key
 
     facts = {"judge": judge.describe()}
-    file = RowFile(path, compute_key(facts), GradeCounts(), what="grades of another judge", facts=facts)
+    file = RowFile(path, {}, GradeCounts(), what="grades of another judge", facts=facts)
     known: dict[str, float | None] = {}
     asked: dict[str, tuple[Question, str]] = {}
     keys: list[tuple[Answer, str]] = []

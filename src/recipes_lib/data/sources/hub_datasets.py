@@ -146,7 +146,7 @@ def _keep_encoded(feature: Any) -> Any:
 def _describe_failure(name: str, error: Exception) -> DataError:
     if refusal := explain_refusal_of_hub(error):
         return DataError(Problem(name, *refusal))
-    message = str(error)
+    message = str(error).replace(" (OfflineModeIsEnabled)", "")  # Possibly set by ``go_offline_unless_reachable``.
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), _REMEDY)
     if isinstance(error, ConnectionError):
         remedy = "go online, without HF_HUB_OFFLINE; pin a commit that is cached; or name a local file or folder"

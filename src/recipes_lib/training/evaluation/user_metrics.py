@@ -20,8 +20,6 @@ from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, Problem, UserError
 
 _KEY = "metrics"
-_MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
-"""Former module path -> present one, for configurations of earlier versions."""
 
 RESERVED: Final = frozenset([*METRICS["text"], *METRICS["samples"]])
 """Metrics of every evaluation, which a user's metric would replace."""
@@ -48,7 +46,6 @@ def _load(path: str) -> Metric | Problem:
     """
     target, opened, arguments = path.partition("(")
     module_name, _, class_name = target.partition(":")
-    module_name = _MOVED.get(module_name, module_name)
     if not module_name or not class_name:
         return Problem(_KEY, f"{path!r} is not an import path", "write it as package.module:Class")
     try:

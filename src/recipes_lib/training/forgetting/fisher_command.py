@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib.config.command_flags import CommandParser, add_recipe_flags
+from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command, split_recipe
 from recipes_lib.config.schema import ForgettingConfig, ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -28,25 +28,12 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The recipe is not one of ``RECIPE_NAMES``, or its model cannot be loaded.
         DataError: The data cannot be read, or have no targets.
     """
-    about = "Diagonal Fisher information of a trained model on its own data, for `ewc_lambda`."
-    parser = CommandParser(prog="recipes fisher", description=about)
-    add_recipe_flags(parser)
-    parser.add_argument("--num_documents", type=int, default=1000, help="documents to look at (default: %(default)s)")
-    parser.add_argument(
-        "--labels",
-        choices=("sampled", "empirical"),
-        default="sampled",
-        help="targets drawn from the model, which is the Fisher information; or the text's own (default: %(default)s)",
-    )
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = CommandParser("fisher").parse_known_args(argv)
     recipe, _ = split_recipe(argv)
     if recipe not in RECIPE_NAMES:
         raise ConfigError(
             Problem("--recipe", f"`{recipe}` is not one of {', '.join(RECIPE_NAMES)}", "name such a recipe")
         )
-    if options.num_documents < 1:
-        found = f"{options.num_documents} is not positive"
-        raise ConfigError(Problem("--num_documents", found, "write a number from 1 on"))
     config = load_for_command(recipe, overrides, options.config)
     compute(config, num_documents=options.num_documents, labels=options.labels)
 

@@ -135,7 +135,7 @@ class Watchdog:
         file, over = output_dir / STOP_FILE, threading.Event()
 
         def look_for_file() -> None:
-            if file.exists():
+            if file.is_file():
                 stop.request(f"the file {file}")
                 file.unlink(missing_ok=True)
 

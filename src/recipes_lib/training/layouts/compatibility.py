@@ -8,7 +8,6 @@ The table is ``compatibility.yaml``; its conditions are defined here.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,17 +172,3 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
     rows = [row for row in BLOCKED if not row.recipes or config.recipe in row.recipes]
     if problems := [row.build_problem(keys, config, file) for row in rows if row.applies(keys, launch)]:
         raise ConfigError(*problems)
-
-
-def format_table() -> str:
-    """Return the table of ``docs/hardware.md``, in Markdown."""
-    rows = [
-        f"| {row.recipe_text or ', '.join(f'`{key}`' for key in row.keys) or 'any'} "
-        f"| {row.launch} | {row.why} | {row.remedy} |\n"
-        for row in BLOCKED
-    ]
-    return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
-
-
-if __name__ == "__main__":
-    sys.stdout.write(format_table())

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import parse_number, parse_record, replace_text, spell_numbers
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.collectives import sum_over_processes
@@ -199,7 +200,13 @@ class MetricsWriter:
     """Appends events to a JSON Lines file, such as ``metrics.jsonl``; a kill loses at most the line being written."""
 
     def __init__(self, path: Path, *, is_main: bool = True) -> None:
-        """Write to ``path``; nothing is written unless ``is_main``."""
+        """Write to ``path``; nothing is written unless ``is_main``.
+
+        Raises:
+            ConfigError: The path is that of a pipe.
+        """
+        if path.is_fifo():  # It would block until another process opens it or reads from it.
+            raise ConfigError(Problem(str(path), "is a pipe, not a file", "move it away"))
         self._path = path
         self._is_main = is_main
 

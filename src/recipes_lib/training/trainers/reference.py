@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,6 @@ import recipes_lib.losses
 import recipes_lib.models
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import (
-    COMPLETE_FILE,
     choose_staging,
     compute_key,
     explain_disk_errors,
@@ -28,7 +27,6 @@ from recipes_lib.data.store import (
     hold_lock,
     publish_set,
 )
-from recipes_lib.files import read_record
 from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
 from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
@@ -200,14 +198,8 @@ class ReferenceLogps:
         return broadcast_object((float(difference.max()), bool((difference <= limit).all())))
 
     def _read(self, *, is_resumed: bool) -> dict[str, _Logps] | None:
-        read = (self._read_from(*place, any_key=is_resumed) for place in self._list_places(is_resumed=is_resumed))
+        read = (self._read_from(*place, any_key=is_resumed) for place in self._places.items())
         return next(filter(None, read), None)
-
-    def _list_places(self, *, is_resumed: bool) -> Iterator[tuple[Path, str]]:
-        yield from self._places.items()
-        if is_resumed:  # Earlier versions named the copy by its key.
-            own, _ = self._places
-            yield from ((own, read_record(file, {"key": str})["key"]) for file in own.glob(f"*/{COMPLETE_FILE}"))
 
     def _read_from(self, root: Path, name: str, *, any_key: bool = False) -> dict[str, _Logps] | None:
         """Log-probabilities of each set; ``None`` if missing, damaged, or of another key or number of pairs."""

@@ -1,8 +1,8 @@
 """Generates the key tables, the JSON schemas for editors, and the reference of keys in ``docs/``.
 
-Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.yaml``, ``renames.yaml`` or
-``migration/``, or of the installed transformers and TRL, whose dataclasses it reads. ``tests/config/test_generate.py``
-verifies that the committed files are up to date.
+Run ``python -m tests.config.generate`` after a change of ``schema.py``, ``recipes.yaml``, ``renames.yaml`` or
+``migration/``, or of the installed transformers and TRL, whose dataclasses it reads, and of ``compatibility.yaml``.
+``tests/config/test_generate.py`` verifies that the committed files are up to date.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
 import inspect
 import itertools
 import json
@@ -23,29 +24,20 @@ from typing import Any, Final
 
 import jinja2
 
+from recipes_lib.config import corpus_keys, evaluation, synthesis_keys
 from recipes_lib.config import schema as our_schema
-from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
-from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
-from recipes_lib.config.recipes import (
-    read_added_choices,
-    read_bounds,
-    read_choices,
-    read_common,
-    read_defaults,
-    read_notes,
-    read_refused,
-    read_renames,
-)
-from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
-from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, table_path
+from recipes_lib.config.recipes import read_refused, read_renames
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, read_lists, table_path
 from recipes_lib.config.values import is_secret_key
+from recipes_lib.training.layouts.compatibility import BLOCKED
 
 Item = typing.TypeVar("Item")
 Group = typing.TypeVar("Group", bound=Hashable)
 SHARED: Final = "shared"
 """Name of the page with the keys that several recipes share."""
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
+_CONFIG = Path(our_schema.__file__).parent
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
 _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | {
     "pretrain": ("max_length", "output_dir"),
@@ -54,11 +46,28 @@ _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | 
     "eval": ("model_name_or_path", "tasks"),
     "synthesize": ("model_name_or_path", "dataset_name", "output_dir"),
 }
-_SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
-    "corpus": CORPUS_SECTIONS,
-    "eval": EVAL_SECTIONS,
-    "synthesize": SYNTHESIS_SECTIONS,
+SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
+    "corpus": {
+        "input": corpus_keys.InputKeys,
+        "text": corpus_keys.TextKeys,
+        "privacy": corpus_keys.PrivacyKeys,
+        "duplicates": corpus_keys.DuplicateKeys,
+        "mixture": corpus_keys.MixtureKeys,
+    },
+    "eval": {
+        "model": evaluation.EvaluatedModelKeys,
+        "tasks": evaluation.TaskKeys,
+        "output": evaluation.EvaluationOutputKeys,
+    },
+    "synthesize": {
+        "model": synthesis_keys.WriterKeys,
+        "requests": synthesis_keys.RequestKeys,
+        "method": synthesis_keys.MethodKeys,
+        "quality": synthesis_keys.QualityKeys,
+        "output": synthesis_keys.SynthesisOutputKeys,
+    },
 }
+"""Recipe or command -> heading in ``--help`` -> the keys below it."""
 
 
 def main() -> None:
@@ -82,14 +91,83 @@ def build_documents() -> dict[Path, str]:
     }
     documents |= {_ROOT / "docs" / page: text for page, text in build_reference().items()}
     documents[_ROOT / "docs" / "migration.md"] = format_migration()
+    hardware = _ROOT / "docs" / "hardware.md"
+    documents[hardware] = re.sub(
+        r"\| recipe \| launch file \|.*?\n(?!\|)",
+        lambda _: format_blocked(),
+        hardware.read_text("utf-8"),
+        flags=re.DOTALL,
+    )
     return documents
+
+
+def format_blocked() -> str:
+    """Return the table of incompatible options of ``docs/hardware.md``, in Markdown."""
+    rows = [
+        f"| {row.recipe_text or ', '.join(f'`{key}`' for key in row.keys) or 'any'} "
+        f"| {row.launch} | {row.why} | {row.remedy} |\n"
+        for row in BLOCKED
+    ]
+    return "".join(("| recipe | launch file | why not | instead |\n", "|---|---|---|---|\n", *rows))
+
+
+def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
+    """Return the defaults of a recipe that differ from upstream's: key -> (value, reason)."""
+    return {key: tuple(default) for key, default in _gather("defaults", recipe).items()}
+
+
+def read_choices(recipe: str) -> Mapping[str, list[str | bool]]:
+    """Return key -> supported values, for keys whose upstream values are only partly supported."""
+    return _gather("choices", recipe)
+
+
+def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
+    """Return key -> values that upstream does not have."""
+    return _gather("added_choices", recipe)
+
+
+def read_common(recipe: str) -> list[str]:
+    """Return the keys that most users of a recipe or command set, its own keys first."""
+    return [
+        key for recipes, keys in _read_recipes()["common"].items() if recipe in recipes.split() for key in keys.split()
+    ]
+
+
+def read_notes() -> Mapping[str, str]:
+    """Return key -> addition to upstream's help text."""
+    notes: Mapping[str, str] = _read_recipes()["notes"]
+    return notes
+
+
+def read_bounds() -> Mapping[str, Mapping[str, float]]:
+    """Return key -> range of its number, in the keywords of JSON schema."""
+    return {
+        key: {bound: value for bound, value in entry.items() if bound != "keys"}
+        for entry in _read_recipes()["bounds"]
+        for key in entry["keys"].split()
+    }
+
+
+def _gather(part: str, recipe: str) -> dict[str, Any]:
+    """Return the entries of a section of the file for a recipe: those for all recipes, then its own."""
+    return {
+        key: value
+        for names, keys in _read_recipes()[part].items()
+        if recipe in RECIPE_NAMES and {"all", recipe} & set(names.split())
+        for key, value in keys.items()
+    }
+
+
+@functools.cache
+def _read_recipes() -> Mapping[str, Any]:
+    return read_lists(_CONFIG / "recipes.yaml")
 
 
 def _build_table(recipe: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
     refused = read_refused(recipe)
-    for group, section in _SECTIONS[recipe].items():
+    for group, section in SECTIONS[recipe].items():
         fields = {name: key for name, key in _read_section(section, recipe).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]
@@ -423,7 +501,7 @@ def _index_keys(shared: Mapping[str, Key]) -> dict[str, list[str]]:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a Jinja template of this package as Markdown."""
+    """Render a Jinja template of this folder as Markdown."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     # Markdown needs no HTML escaping; `cell` escapes what would end a table cell.
     pages = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
