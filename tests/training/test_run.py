@@ -52,7 +52,7 @@ def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    write_complete(checkpoint, **{"step": step, "data_size": 1} | facts)
+    write_complete(checkpoint, **{"step": step, "world_size": 1} | facts)
     return checkpoint
 
 
@@ -244,6 +244,19 @@ def test_output_dir_of_other_config_is_refused_with_changed_keys(tmp_path, ended
 def test_keys_may_change_before_first_checkpoint(tmp_path):
     start_run(make_config(tmp_path), ONE)
     assert start_run(make_config(tmp_path, learning_rate=2e-5), ONE).resume_from is None
+
+
+def test_key_missing_in_older_record_has_its_default(tmp_path):
+    start_run(make_config(tmp_path), ONE)
+    write_checkpoint(tmp_path, 5)
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text())
+    del record["config"]["broken_rows"]
+    path.write_text(json.dumps(record))
+    config = make_config(tmp_path)
+    with pytest.raises(ConfigError, match="broken_rows was 'error' in the run"):
+        start_run(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, broken_rows="drop")), ONE)
+    assert start_run(config, ONE).resume_from is not None
 
 
 RESUMED = (

@@ -23,6 +23,7 @@ from torch._C import _error_if_any_worker_fails
 
 from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -291,7 +292,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
     resume_from = find_last_complete(output_dir)
-    previous = _read_previous(output_dir, resume_from)
+    previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     is_done = previous.get("status") == "done"
     differing = _find_differences(previous, effective, launch) if resume_from or is_done else []
     say = build_progress(is_main=launch.is_main).say
@@ -543,6 +544,15 @@ def _list_fingerprints(data: Any) -> list[Any]:
         case {"fingerprint": digest}:  # Prompts, and weights.
             return [digest]
     return []
+
+
+def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the defaults of keys that did not exist in the version that wrote the record."""
+    if not record or record["stage"] not in RECIPE_NAMES:
+        return record
+    keys = load_table(record["stage"]).keys
+    defaults = {name: keys[name].default for name in now.keys() & keys.keys()}
+    return {**record, "config": {**defaults, **record["config"]}}
 
 
 def _now() -> str:
