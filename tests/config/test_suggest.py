@@ -39,7 +39,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("max_samples: 1000", "is not supported", "a smaller file"),
         ("stage: sft", "name of the recipe", "run recipes/sft.py"),
         # Of several machines, the others saved checkpoints without weights, and failed at the end.
-        ("save_on_each_node: true", "is not supported", "a shared disk"),
+        ("save_on_each_node: true", "on every machine", "delete the line"),
         ("dataset_dir: data", "is not supported", "write `dataset_name: "),
         ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
         ("strategy: ddp", "hardware", "accelerate YAML"),
