@@ -373,6 +373,7 @@ def test_hidden_state_losses_are_off_by_default() -> None:
     [
         ("ppo", "model_name_or_path: a/b\n", "no reward: neither"),
         ("ppo", "model_name_or_path: a/b\nreward_funcs: [length]\n", "not an import path"),
+        ("grpo", "model_name_or_path: a/b\nreward_funcs: [accuracy]\n", "one of recipes_lib.rl.verifiers"),
         ("ppo", "model_name_or_path: a/b\nreward_funcs: {a: b}\nreward_weights: [1]\n", "`reward_funcs` is a mapping"),
         ("pretrain", "max_length: 64\n", "neither `model_config` nor"),
         ("pretrain", "max_length: 64\nmodel_config: 3\n", "`model_config` is '3'"),
@@ -391,7 +392,7 @@ def test_hidden_state_losses_are_off_by_default() -> None:
 )
 def test_start_of_ppo_and_pretraining_is_one_problem(problems_of, recipe: str, lines: str, found: str) -> None:
     (problem,) = problems_of(text=f"dataset_name: owner/dataset\noutput_dir: out\n{lines}", recipe=recipe)
-    assert found in problem.found
+    assert found in f"{problem.found}: {problem.remedy}"
 
 
 def test_missing_keys_are_reported_together(problems_of) -> None:

@@ -159,7 +159,8 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
     for function in functions:
         if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
-            yield settings.problem("reward_funcs", found, "write package.module:function")
+            remedy = "write package.module:function: one of recipes_lib.rl.verifiers or trl.rewards, or your own"
+            yield settings.problem("reward_funcs", found, remedy)
     weights = settings["reward_weights"]
     if weights is not None and num_rewards and len(weights) != num_rewards:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"

@@ -58,6 +58,7 @@ def test_successor_of_retired_key_is_a_key(recipe: str) -> None:
     assert not set(read_known(recipe)) & set(keys)
     for key, retired in read_known(recipe).items():
         assert retired.new is None or retired.new in {*keys, *read_refused(recipe)}, key
+        assert retired.remedy, key
         for new in (retired.values or {}).values():
             assert set(new) <= set(keys), key
 
