@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
@@ -85,10 +84,12 @@ class _Token(NamedTuple):
 
 def _list_tokens(encoding: Encoding, shift: int, start: int, stop: int) -> list[_Token]:
     """Return the tokens within characters ``start:stop``, for an encoding that begins at character ``shift``."""
-    ids, offsets, words = encoding.ids, encoding.offsets, encoding.word_ids
-    first = bisect_left(offsets, start - shift, key=itemgetter(0))
-    last = bisect_right(offsets, stop - shift, key=itemgetter(1))
+    # One by one: the lists of all words and offsets take a fifth of the time of tokenisation.
+    ids, span, word = encoding.ids, encoding.token_to_chars, encoding.token_to_word
+    first = bisect_left(range(len(ids)), start - shift, key=lambda at: (span(at) or (0, 0))[0])
+    last = bisect_right(range(len(ids)), stop - shift, key=lambda at: (span(at) or (0, 0))[1])
+    spans = [span(at) or (0, 0) for at in range(first, last)]
     return [
-        _Token(at, ids[at], offsets[at][0] + shift, offsets[at][1] + shift, at == 0 or words[at] != words[at - 1])
-        for at in range(first, last)
+        _Token(at, ids[at], begin + shift, end + shift, at == 0 or word(at) != word(at - 1))
+        for at, (begin, end) in enumerate(spans, first)
     ]
