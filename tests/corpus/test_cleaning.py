@@ -398,9 +398,9 @@ def test_chat_messages_are_cleaned_separately(tmp_path):
     assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
 
 
-def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path):
-    folder, _, _ = planted
-    config = build_config(folder, tokenizer_name_or_path=str(tiny_tokenizer_dir))
+def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.corpus.output.WINDOW", 400)  # Some documents are longer.
+    config = build_config(planted[0], tokenizer_name_or_path=str(tiny_tokenizer_dir))
     manifest = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
     texts = [document["text"] for document in read_corpus(tmp_path / "out")]
     assert manifest["tokens"] == sum(len(ids) for ids in tiny_tokenizer(texts, add_special_tokens=False)["input_ids"])

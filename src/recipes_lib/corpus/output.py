@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ from recipes_lib.corpus.duplicates import (
     split_lines,
 )
 from recipes_lib.corpus.pii import build_masker
+from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import atomic_file, count_bytes, hash_file, replace_record
 
@@ -214,10 +215,13 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
             self._counts["documents"] += len(batch)
             self._counts["bytes"] += sum(count_bytes(document.text) for document in batch)
             if tokenizer is not None:
-                texts = [document.text for document in batch]
+                texts = [document.text for document in batch if len(document.text) <= WINDOW]
                 # The fast form computes no character offsets, which counting does not need.
                 encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 self._counts["tokens"] += sum(map(len, encoded))
+                long = (document.text for document in batch if len(document.text) > WINDOW)
+                pieces = chain.from_iterable(encode_in_windows(tokenizer, text) for text in long)
+                self._counts["tokens"] += sum(piece.last - piece.first for piece in pieces)
             yield from batch
 
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import accumulate, pairwise, repeat, takewhile
-from operator import itemgetter
+from functools import cache
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 from tokenizers.decoders import ByteLevel
-from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import LossOn
@@ -29,15 +26,11 @@ from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import TEMPLATE_DATE, ChatTemplate, TemplateError
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
+from recipes_lib.data.windows import WINDOW, Piece, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
-
-_WINDOW: Final = 1 << 18
-"""Characters that are tokenised at once, because ``tokenizers`` takes about 150 bytes of memory for each."""
-_OVERLAP: Final = 1 << 12
-"""Characters at the end of a window that the next one begins with."""
 
 
 class Claim(NamedTuple):
@@ -201,7 +194,7 @@ class RowEncoder:
         encoded: list[EncodedRow] = []
         for draft, tokens in zip(drafts, self._tokenize(drafts), strict=True):
             with collect_problems(problems):
-                located = self._tokenize_long(draft) if len(draft.text) > _WINDOW else tokens
+                located = self._tokenize_long(draft) if len(draft.text) > WINDOW else tokens
                 encoded.append(self._mask(draft, *located, claims))
         problems += self._proof.problems(claims)
         if problems:
@@ -304,7 +297,7 @@ class RowEncoder:
         Those of long drafts, which ``_tokenize_long`` tokenises, are empty.
         """
         self._reset_backend()
-        texts = [draft.text if len(draft.text) <= _WINDOW else "" for draft in drafts]
+        texts = [draft.text if len(draft.text) <= WINDOW else "" for draft in drafts]
         # The fast form computes no character offsets.
         encode = self._backend.encode_batch_fast if self._byte_ends else self._backend.encode_batch
         encodings = encode(texts, add_special_tokens=False)
@@ -370,81 +363,6 @@ class RowEncoder:
             if row.messages is None:
                 remedy = "move the white space at the end of the prompt to the start of the completion"
             raise DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy)) from error
-
-
-class Piece(NamedTuple):
-    """Consecutive tokens of a text: tokens ``first:last`` of a window.
-
-    Attributes:
-        encoding: Tokens of the window.
-        text: Text of the window.
-        start: First character of the window.
-        first: First token.
-        last: Token after the last one.
-        stop: Character at which token ``last`` starts.
-    """
-
-    encoding: Encoding
-    text: str
-    start: int
-    first: int
-    last: int
-    stop: int
-
-
-def encode_in_windows(tokenizer: Tokenizer, text: str) -> Iterator[Piece]:
-    """Yield the tokens of a text in pieces: those of one call, with memory for a window instead of the whole text.
-
-    Tokens near the edges of a window can differ from those of the text. Two windows are joined within their overlap,
-    where both have the same tokens and words at the same characters: there, the effects of both edges are over. If
-    there is no such place, the first window is doubled.
-
-    Source: the tokens of one call, ``tests/data/chat/test_windows.py``.
-    """
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    # Unigram models choose among splits of a word with equal scores by rounding errors, which add up from its start.
-    joins_in_words = not isinstance(tokenizer.model, Unigram)
-    start, first, window = 0, 0, text[:_WINDOW]
-    left = encode(window)
-    while start + len(window) < len(text):
-        size = len(window)
-        head = _list_tokens(left, 0, size - _OVERLAP, size - _OVERLAP // 4)
-        # At the start of a word if there is one, so that both windows divide a long number alike.
-        shift = next((token.start for token in head if token.starts_word), head[0].start if head else size)
-        next_window = text[start + shift : start + shift + _WINDOW]
-        right = encode(next_window)
-        tail = _list_tokens(right, shift, shift, size - _OVERLAP // 4)
-        pairs = zip(reversed(head), reversed(tail), strict=False)
-        shared = list(takewhile(lambda pair: pair[0][1:] == pair[1][1:], pairs))
-        while shared and not (joins_in_words or shared[-1][0].starts_word):
-            shared.pop()
-        if not shared or shared[-1][0].start > size - _OVERLAP // 2:
-            window = text[start : start + 2 * size]
-            left = encode(window)
-            continue
-        last, next_first = shared[-1]
-        yield Piece(left, window, start, first, last.number, start + last.start)
-        left, window, start, first = right, next_window, start + shift, next_first.number
-    yield Piece(left, window, start, first, len(left), len(text))
-
-
-class _Token(NamedTuple):
-    number: int
-    id: int
-    start: int
-    end: int
-    starts_word: bool
-
-
-def _list_tokens(encoding: Encoding, shift: int, start: int, stop: int) -> list[_Token]:
-    """Return the tokens within characters ``start:stop``, for an encoding that begins at character ``shift``."""
-    ids, offsets, words = encoding.ids, encoding.offsets, encoding.word_ids
-    first = bisect_left(offsets, start - shift, key=itemgetter(0))
-    last = bisect_right(offsets, stop - shift, key=itemgetter(1))
-    return [
-        _Token(at, ids[at], offsets[at][0] + shift, offsets[at][1] + shift, at == 0 or words[at] != words[at - 1])
-        for at in range(first, last)
-    ]
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
