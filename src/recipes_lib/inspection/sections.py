@@ -340,8 +340,7 @@ class Inspection(ABC):
 
         Missing packages are not errors, because the machine of the run may have them.
         """
-        from recipes_lib.planning.compute import build_on_meta
-        from recipes_lib.planning.memory import find_dtype
+        from recipes_lib.planning.compute import build_on_meta, find_dtype
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import (
             format_group,

@@ -26,6 +26,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.activation_checkpointing import is_product
 
 FLOAT32_ON_CUDA: Final = frozenset(
@@ -128,6 +129,12 @@ class Checkpointing(NamedTuple):
         if options is None:
             return cls()
         return cls(options.get("every_n_layers") or 1, bool(options.get("save_matmuls")), bool(options.get("offload")))
+
+
+def read_checkpointing(config: RecipeConfig) -> Checkpointing:
+    """Return the activation checkpointing of a run, from ``activation_checkpointing`` (not ``auto``) and its kwargs."""
+    options = config.training.get("activation_checkpointing_kwargs") or {}
+    return Checkpointing.of(options if config.read("activation_checkpointing") else None)
 
 
 MODES: Final[Mapping[str, Mapping[str, Any] | None]] = {

@@ -154,6 +154,16 @@ def reads_teacher(config: RecipeConfig) -> bool:
     return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
+def has_half_products(config: RecipeConfig) -> bool:
+    """Return whether a run computes in 16 bits: by default, unless ``bf16`` is false and ``fp16`` is not true."""
+    return config.training.get("bf16") is not False or bool(config.training.get("fp16"))
+
+
+def find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
+    """Return the dtype of weights by the key ``dtype``; for ``auto`` that of the checkpoint."""
+    return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
 @contextmanager
 def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Iterator[None]:
     """Context in which an error of a model's code is raised as a ``ConfigError``: ``a MODEL_TYPE model PROBLEM: ...``.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from recipes_lib.config.schema import read_training
 from recipes_lib.config.table import read_lists
@@ -15,13 +14,11 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.quantities import format_bytes, pluralize
 
 _OPTIMIZERS: Final[Mapping[str, float]] = read_lists(Path(__file__).with_name("optimizers.yaml"))
-_DEFAULT_OPTIMIZER_BYTES = 8
 _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
 """Optimizers whose states have the dtype of the weights; those of the others have a fixed dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPlan:
+class DiskPlan(NamedTuple):
     """Disk space that a run will use.
 
     Attributes:
@@ -90,7 +87,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     """Return the bytes of optimizer states per parameter of ``weight_bytes``."""
     optim = str(read_training(training, "optim"))
-    size: float = next((size for name, size in _OPTIMIZERS.items() if name in optim), _DEFAULT_OPTIMIZER_BYTES)
+    size: float = next((size for name, size in _OPTIMIZERS.items() if name in optim), 8)
     if optim == "sgd":
         size = 4 if "momentum" in str(training.get("optim_args")) else 0
     return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size

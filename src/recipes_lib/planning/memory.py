@@ -35,7 +35,8 @@ from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
 from recipes_lib.models.structure import find_softcap, freeze_outside_text
 from recipes_lib.planning import activations, compute, memory_plan
-from recipes_lib.planning.activations import Activations, Checkpointing
+from recipes_lib.planning.activations import Activations, Checkpointing, read_checkpointing
+from recipes_lib.planning.compute import find_dtype, has_half_products
 from recipes_lib.planning.devices import Kind
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan, shorten
@@ -44,11 +45,6 @@ _BUCKET_SIZE: Final = 500_000_000
 """Elements of a bucket, which is allocated whole: DeepSpeed's default ``reduce_bucket_size``."""
 _GROUP_SIZE: Final = 1_000_000_000
 """Parameters that ZeRO-3 updates at once: DeepSpeed's default ``sub_group_size``."""
-
-
-def has_half_products(config: RecipeConfig) -> bool:
-    """Return whether a run computes in 16 bits: by default, unless ``bf16`` is false and ``fp16`` is not true."""
-    return config.training.get("bf16") is not False or bool(config.training.get("fp16"))
 
 
 def plan_memory(
@@ -187,12 +183,6 @@ def count_answers(config: RecipeConfig) -> int:
     """
     num_documents = (config.tokens.max_length or 0) // (2 * config.rewards.response_length)
     return int(config.read("per_device_train_batch_size")) * (max(num_documents, 1) if config.tokens.packing else 1)
-
-
-def read_checkpointing(config: RecipeConfig) -> Checkpointing:
-    """Return the activation checkpointing of a run, from ``activation_checkpointing`` (not ``auto``) and its kwargs."""
-    options = config.training.get("activation_checkpointing_kwargs") or {}
-    return Checkpointing.of(options if config.read("activation_checkpointing") else None)
 
 
 def resolve_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
@@ -590,11 +580,6 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: 
         model = auto_class.from_config(settings, dtype=find_dtype(model_config, dtype), attn_implementation=kernel)
         freeze_outside_text(model)
         return model
-
-
-def find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
-    """Return the dtype of weights by the key ``dtype``; for ``auto`` that of the checkpoint."""
-    return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
 def _count_width(config: RecipeConfig, model_config: PreTrainedConfig) -> int:

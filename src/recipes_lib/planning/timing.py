@@ -9,17 +9,10 @@ from typing import Any, Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import list_keys
-from recipes_lib.planning.compute import (
-    FORWARD_AND_BACKWARD,
-    compute_flops_per_token,
-    compute_hours,
-    compute_model_size,
-    count_features,
-    has_policy_reference,
-)
+from recipes_lib.planning import compute
+from recipes_lib.planning.activations import list_keys, read_checkpointing
 from recipes_lib.planning.devices import Device, find_overhead
-from recipes_lib.planning.memory import Batch, count_answers, read_checkpointing
+from recipes_lib.planning.memory import Batch, count_answers
 from recipes_lib.planning.memory_plan import Layout
 
 NETWORK_BYTES: Final = 50e9
@@ -148,7 +141,7 @@ def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, l
     every = read_checkpointing(config).every
     passes = 2 + (1 / every if every else 0)
     num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    queries, keys = (2 * num_tokens * number for number in count_features(model_config))
+    queries, keys = (2 * num_tokens * number for number in compute.count_features(model_config))
     sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
     if layout.gathers_keys:
         sent += (layout.context - 1) * 2 * keys * num_layers
@@ -206,15 +199,15 @@ def estimate_decoding(
     is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
     batch = min(num_answers, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(num_answers / batch)
-    whole, num_layers = compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
+    whole, num_layers = compute.compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
-    row = _NARROW * 2 * num_layers * count_features(model_config)[1] * (prompt + answer / 2)
+    row = _NARROW * 2 * num_layers * compute.count_features(model_config)[1] * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
     token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)
-    flops = compute_flops_per_token(model_config, prompt + answer)
-    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD * num_answers * prompt
-    reading = 3600 * compute_hours(forward, 1, device.flops, find_forward_mfu(config, mfu))
+    flops = compute.compute_flops_per_token(model_config, prompt + answer)
+    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD * num_answers * prompt
+    reading = 3600 * compute.compute_hours(forward, 1, device.flops, find_forward_mfu(config, mfu))
     return Decoding(reading + num_batches * answer * token, num_answers, batch, num_batches)
 
 
@@ -265,7 +258,7 @@ def list_readers(config: RecipeConfig) -> list[str]:
     models = {
         "policy": True,
         "critic": config.recipe == "ppo",
-        "reference": has_policy_reference(config),
+        "reference": compute.has_policy_reference(config),
         "reward model": config.rewards.reward_model_name_or_path,
     }
     return [name for name, reads in models.items() if reads]
@@ -300,16 +293,16 @@ def estimate_iteration(
     """
     engine, held, num_gpus = config.engine, Batch.of(config, Layout("")), layout.num_gpus
     lengths = held.length - held.num_predicted, held.num_predicted
-    each, size = math.ceil(num_answers / num_gpus), compute_model_size(model_config).total
+    each, size = math.ceil(num_answers / num_gpus), compute.compute_model_size(model_config).total
     decoding = estimate_decoding(config, model_config, each, lengths, device, mfu)
     reading = find_forward_mfu(config, mfu)
 
     def time(flops: float, num_tokens: int, share: float) -> float:
-        return 3600 * compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
+        return 3600 * compute.compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
 
-    flops = compute_flops_per_token(model_config, held.length)
-    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD
-    trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
+    flops = compute.compute_flops_per_token(model_config, held.length)
+    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD
+    trained = compute.compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, size, layout), layout, device)
     # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.

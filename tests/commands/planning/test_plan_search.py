@@ -24,6 +24,7 @@ from recipes_lib.commands.planning.plan_search import (
     PlannedRun,
     describe_misfit,
     list_starts,
+    search_rollouts,
     verify_limits,
     write_plan,
 )
@@ -31,6 +32,7 @@ from recipes_lib.commands.planning.planned_hardware import Hardware
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import choose_device
+from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.search import search
 from recipes_lib.training.layouts.compatibility import verify_combination
 
@@ -154,7 +156,6 @@ ANSWERS = {
 }  # fmt: skip
 
 
-EIGHT_ROWS = "per_device_train_batch_size: 8, gradient_accumulation_steps: 16"
 SAMPLED = {
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 64, "steps_per_generation": 8,
     "activation_checkpointing": True,
@@ -190,15 +191,38 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
         ),
         # Of changes that are enough together, more GPUs and a quarter of the rows are not needed.
         ("lora", 5, LONG_ROWS, "max_length: 4096 and the adapter on 4-bit weights (`load_in_4bit: true`) would fit"),
-        # Equally many answers per iteration.
-        ("grpo", 30, ANSWERS, f"activation_checkpointing: true, {EIGHT_ROWS} would fit"),
-        ("grpo", 30, {**ANSWERS, "activation_checkpointing": True}, f"{EIGHT_ROWS} would fit"),
-        ("grpo", 30, {**ANSWERS, **SAMPLED}, "per_device_eval_batch_size: 16 would fit"),
         ("grpo", 30, {**ANSWERS, "steps_per_generation": 4}, "name GPUs with more memory"),
     ],
 )
 def test_misfit_suggests_smallest_change_that_fits(recipe, gigabytes, keys, words) -> None:
     assert find_remedy(build_config(recipe, **KEYS | keys), gigabytes).startswith(words)
+
+
+MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+SAMPLED_AT_ONCE = "per_device_eval_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed"),
+    [
+        (ANSWERS, {"activation_checkpointing", MICRO, ACCUMULATION}),
+        ({**ANSWERS, "activation_checkpointing": True}, {MICRO, ACCUMULATION}),
+        ({**ANSWERS, **SAMPLED}, {SAMPLED_AT_ONCE}),
+    ],
+)
+def test_largest_batches_of_rl_that_fit_are_chosen(keys, changed) -> None:
+    """With equally many answers per iteration; twice as many at once do not fit."""
+    device = dataclasses.replace(choose_device("RTX 4090"), memory=30e9)
+    hardware, model = Hardware(device, 2, 0.5, "a test", None, None, 1.0, None), AutoConfig.for_model(**LAYERS)
+    given, options = build_config("grpo", **KEYS | keys), argparse.Namespace(write=None, deadline=None, budget=None)
+    found, plan, rows = search_rollouts(PlannedRun(given, model, options), hardware)
+    assert {*re.findall(r"--(\w+)", dict(rows)["keys"])} == changed
+    assert plan.fits(30e9)
+    assert found.read(MICRO) * found.read(ACCUMULATION) == given.read(MICRO) * given.read(ACCUMULATION)
+    larger = {MICRO: 2 * found.read(MICRO), ACCUMULATION: found.read(ACCUMULATION) // 2}
+    if changed == {SAMPLED_AT_ONCE}:
+        larger = {SAMPLED_AT_ONCE: 2 * found.read(SAMPLED_AT_ONCE)}
+    assert not plan_memory(found.with_training(larger), model, plan.layout, device_bytes=30e9).fits(30e9)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from tests.forked import ROOT
 from tests.rows import write_rows
 from transformers import LlamaConfig, PretrainedConfig
 
-from recipes_lib.commands.planning import scale as commands
 from recipes_lib.commands.planning.scale import read_scaling_run
 from recipes_lib.config.loader import load_config
 from recipes_lib.pipelines.pipeline import load_pipeline
@@ -55,7 +54,7 @@ def runs(tmp_path: Path) -> list[Path]:
 def scale(run_command, monkeypatch):
     """Run ``recipes scale`` with few starts and resamples; ``tests/planning/test_scaling.py`` uses all starts."""
     monkeypatch.setattr(scaling, "_STARTS", scaling._STARTS[::12])
-    monkeypatch.setattr(commands, "fit_law", partial(fit_law, num_resamples=3))
+    monkeypatch.setattr(scaling, "fit_law", partial(fit_law, num_resamples=3))
     return lambda *flags, code=0: run_command("scale", *flags, code=code)
 
 

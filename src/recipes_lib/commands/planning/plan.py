@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,17 +26,8 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
-from recipes_lib.planning.compute import (
-    RL_RECIPES,
-    TOKENS_PER_PARAMETER,
-    ModelSize,
-    compute_flops_per_token,
-    compute_hours,
-    compute_model_size,
-    compute_training_flops,
-    count_step,
-    find_planned_model,
-)
+from recipes_lib.planning import compute
+from recipes_lib.planning.compute import RL_RECIPES, ModelSize
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
@@ -87,7 +78,7 @@ def run(
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
-    planned = PlannedRun(config, find_planned_model(config), options, flags)
+    planned = PlannedRun(config, compute.find_planned_model(config), options, flags)
     memory = choose_device(options.gpu).memory if options.gpu else max(_USUAL_GB) * 1e9
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
@@ -95,7 +86,7 @@ def run(
         if recipe not in RL_RECIPES:
             print_rows(plan_search.search_plan(planned, hardware, num_written or num_gpus))
             return
-        plan, launch = plan_search.search_rollouts(planned, hardware)
+        config, plan, launch = plan_search.search_rollouts(planned, hardware)
         plans = [plan]
     elif recipe != "pretrain" or options.gpu or options.hardware:
         plans = [plan_memory(config, planned.model_config, layout, device_bytes=memory) for layout in layouts]
@@ -213,15 +204,15 @@ def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hard
         ConfigError: The model cannot be built, or the schedule cannot be written.
     """
     model_config, num_tokens = run.model_config, plan.num_tokens
-    size = compute_model_size(model_config)
-    counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
+    size = compute.compute_model_size(model_config)
+    counted = compute.compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
     yield "model", f"{model_config.model_type}, {size.total:,} parameters"
     yield "", f"{size.non_embedding:,} without embeddings"
     if size.active != size.total:
         yield "", f"{size.active:,} active per token"
     yield "tokens", f"{num_tokens:,}, {_compare_tokens(size, num_tokens)}"
     yield from _describe_epochs(run.config, num_tokens)
-    yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
+    yield "operations", f"{compute.compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
     yield "", f"{counted:.3g} counted, with attention within rows of {plan.max_length:,} tokens"
     if hardware is None:
         yield "time", "name a GPU: --gpu H100 --num_processes 8"
@@ -246,7 +237,7 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     Raises:
         ConfigError: The configuration of the teacher cannot be loaded.
     """
-    step = count_step(run.config, run.model_config, num_processes)
+    step = compute.count_step(run.config, run.model_config, num_processes)
     rows = pluralize(step.num_rows, "row")
     yield "step", f"{rows} of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step, with attention within rows of {step.length:,} tokens"
@@ -315,8 +306,8 @@ def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Pr
 def _compare_tokens(size: ModelSize, num_tokens: int) -> str:
     """Return the tokens per parameter, in comparison with the Chinchilla rule."""
     ratio = num_tokens / size.active
-    factor = ratio / TOKENS_PER_PARAMETER
-    text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {TOKENS_PER_PARAMETER:.0f}: "
+    factor = ratio / compute.TOKENS_PER_PARAMETER
+    text = f"{ratio:,.1f} per parameter; the Chinchilla rule is {compute.TOKENS_PER_PARAMETER:.0f}: "
     return text + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
@@ -347,8 +338,7 @@ def count_corpus_tokens(name: str) -> int | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
+class Failures(NamedTuple):
     """Failure model of a run, in seconds.
 
     Attributes:
@@ -469,7 +459,7 @@ def plan_stage(
     is_alone = file is None or read_launch_file(file)["distributed_type"] == "NO"
     launch = plan_launch(file, None if is_alone else num_processes)
     verify_combination(config, launch, str(file or "the launch"))
-    model_config = find_planned_model(config)
+    model_config = compute.find_planned_model(config)
     if shape is not None:
         model_config.save_pretrained(shape)
     num_steps, gpus, is_rl = config.read("max_steps"), launch.world_size, config.recipe in RL_RECIPES
@@ -480,11 +470,11 @@ def plan_stage(
     config, hours = resolve_checkpointing(config, plan), None
     mfu, _ = find_efficiency(config)
     if not is_rl:
-        step = count_step(config, model_config, launch.data_size)
+        step = compute.count_step(config, model_config, launch.data_size)
         is_pretraining = config.recipe == "pretrain"
         tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
         if tokens is not None and tokens > 0:
-            hours = compute_hours(step.num_flops * tokens / step.num_tokens, gpus, device.flops, mfu)
+            hours = compute.compute_hours(step.num_flops * tokens / step.num_tokens, gpus, device.flops, mfu)
     elif num_steps > 0:
         one, schedule = plan_search.plan_iteration(config, model_config, layout, device, mfu)
         hours = one.seconds * schedule.num_iterations / 3600

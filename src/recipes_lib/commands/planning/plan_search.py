@@ -71,8 +71,7 @@ class PlannedRun:
     flags: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Launch of a layout.
 
     Attributes:
@@ -149,8 +148,10 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     yield from hardware.describe_bill(hours)
 
 
-def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, list[Row]]:
-    """Return the memory plan of the layout with the fastest iteration, and rows about all layouts and its launch.
+def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, MemoryPlan, list[Row]]:
+    """Return the fastest configuration with its memory plan, and rows about all layouts, changed keys and the launch.
+
+    Each layout has the largest batches that fit, with the recipe's number of answers per iteration.
 
     Raises:
         ConfigError: The run fits in no layout, with the smallest change that would fit; no layout supports the recipe;
@@ -162,14 +163,18 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, li
     for layout, start in starts.items():
         if not is_supported(config, start, refused):
             continue
-        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
-        settled, fits = resolve_checkpointing(config, plan), plan.fits(device.memory)
+        for keys in _list_batches(config):
+            sized = config.with_training(keys)
+            plan = plan_memory(sized, model_config, layout, device_bytes=device.memory)
+            if fits := plan.fits(device.memory):
+                break
+        settled = resolve_checkpointing(sized, plan)
         one, schedule = plan_iteration(settled, model_config, layout, device, hardware.adapt_to(settled).mfu)
         # Equal in every layout, since the batch is per GPU; unknown without `max_steps`.
         num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
         # Rounded as printed, so that layouts that print equal times count as equal.
         seconds = float(f"{one.seconds:.3g}")
-        keys = list_keys(plan.checkpointing) if plan.choices else {}
+        keys = {**keys, **(list_keys(plan.checkpointing) if plan.choices else {})}
         found.append(Candidate(layout, keys, plan, fits, {"iteration": seconds}))
         verdicts.append(f"{start.name} {plan.peak / 1e9:.1f} GB, {f'{seconds:g} s' if fits else 'does not fit'}")
     if not found:
@@ -185,7 +190,9 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[MemoryPlan, li
     verify_limits(run.options, best.seconds * num_iterations / 3600, add_server(config, hardware))
     if run.options.write:
         write_plan(run.options.write, run.flags, best.keys, best.layout, start)
-    return best.memory, [("layouts", "; ".join(verdicts)), ("launch", compose_flags(start, best.layout))]
+    rows = [("keys", _join_keys(best.keys))] if best.keys else []
+    rows = [("layouts", "; ".join(verdicts)), *rows, ("launch", compose_flags(start, best.layout))]
+    return config.with_training(best.keys), best.memory, rows
 
 
 def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
@@ -397,9 +404,11 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
         batch: Rows of an optimizer step, which the GPUs must divide; 0 for any number of GPUs.
     """
     size, config = hardware.device.memory, run.config
-    if config.recipe not in RL_RECIPES:
-        # The search has tried every micro-batch, and recomputation.
-        config = config.with_training({**list_keys("every layer"), "per_device_train_batch_size": 1})
+    # The search has tried every micro-batch, and recomputation.
+    smallest = {**list_keys("every layer"), "per_device_train_batch_size": 1}
+    if config.recipe in RL_RECIPES:
+        *_, smallest = _list_batches(config)
+    config = config.with_training(smallest)
     axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
 
     def list_plans(chosen: Sequence[_Change]) -> Iterator[MemoryPlan]:
@@ -435,11 +444,9 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
 def _list_axes(
     config: RecipeConfig, model_config: PreTrainedConfig, number: int, batch: int
 ) -> Iterator[list[_Change]]:
-    """Yield the changes of each kind, the smallest first: batch of RL, row length, adapter, optimizer, and GPUs."""
-    is_rl, length = config.recipe in RL_RECIPES, config.tokens.max_length or 0
-    if is_rl:
-        yield list(_list_batches(config))
-    shortest = config.rewards.response_length if is_rl else 0
+    """Yield the changes of each kind, the smallest first: row length, adapter, optimizer, and GPUs."""
+    length = config.tokens.max_length or 0
+    shortest = config.rewards.response_length if config.recipe in RL_RECIPES else 0
     parts = [part for part in (length // 2, length // 4) if part > shortest]
     yield [_Change(f"max_length: {part}", partial(_shorten, length=part)) for part in parts]
     if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
@@ -456,8 +463,9 @@ def _shorten(config: RecipeConfig, length: int) -> RecipeConfig:
     return dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, max_length=length))
 
 
-def _list_batches(config: RecipeConfig) -> Iterator[_Change]:
-    """Yield recomputation, and smaller batches with equally many answers per iteration."""
+def _list_batches(config: RecipeConfig) -> Iterator[dict[str, Any]]:
+    """Yield no keys, those of recomputation, and of smaller batches with equally many answers per iteration."""
+    yield {}
     names = ("per_device_eval_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
     sampled, rows, steps = map(config.read, names)
     for factor in (1, 2, 4, 8, 16):
@@ -466,9 +474,8 @@ def _list_batches(config: RecipeConfig) -> Iterator[_Change]:
         # Otherwise, the micro-batch determines the answers of an iteration.
         if not rows % factor and not config.training.get("steps_per_generation"):
             keys |= {names[1]: rows // factor, names[2]: steps * factor}
-        words = [f"{key}: {json.dumps(value)}" for key, value in keys.items() if value != config.read(key)]
-        if words:
-            yield _Change(", ".join(words), partial(RecipeConfig.with_training, keys=keys))
+        if changed := {key: value for key, value in keys.items() if value != config.read(key)}:
+            yield changed
 
 
 def _list_adapters(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterator[_Change]:

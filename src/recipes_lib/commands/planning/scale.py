@@ -24,28 +24,9 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, reported_at
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
-from recipes_lib.planning.compute import (
-    FLOPS_PER_TOKEN,
-    TOKENS_PER_PARAMETER,
-    compute_model_size,
-    compute_training_flops,
-    find_planned_model,
-)
+from recipes_lib.planning import compute, scaling
 from recipes_lib.planning.devices import TORCHTITAN, Kind, choose_device
-from recipes_lib.planning.scaling import (
-    FEWEST,
-    MAX_EXTRAPOLATION,
-    PUBLISHED,
-    Fit,
-    Law,
-    Run,
-    fit_curve,
-    fit_isoflops,
-    fit_law,
-    fit_power,
-    suggest_batch,
-    suggest_rate,
-)
+from recipes_lib.planning.scaling import FEWEST, Fit, Law, Run
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
 from recipes_lib.report.run_files import read_curve, read_number, read_run
 
@@ -102,7 +83,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         found = f"its learning rate ends at {rates[-1]:.3g} of {max(rates):.3g}: a decay would lower the loss further"
         raise DataError(Problem(str(folder), found, _DECAY))
     with reported_at(str(folder)), explained("runs", str(folder)):
-        size = compute_model_size(AutoConfig.from_pretrained(folder))
+        size = compute.compute_model_size(AutoConfig.from_pretrained(folder))
     # Not an earlier evaluation if the last one is NaN.
     loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:
@@ -156,7 +137,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
             raise ConfigError(Problem(str(options.config), "the learning rate does not decay", _DECAY))
         replace_text(path, text)
         stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
-        flops[name] = compute_training_flops(size, keys["max_tokens"])
+        flops[name] = compute.compute_training_flops(size, keys["max_tokens"])
         yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
     largest = max(value for name, value in flops.items() if name != _TARGET)
     law = "${output_dir}/scaling.json"
@@ -181,7 +162,11 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
 def _find_sweep_problems(base: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
     for flag, values in (("--depths", options.depths), ("--ratios", options.ratios)):
         if len(set(values)) < FEWEST or min(values) < 1:
-            yield Problem(flag, f"a law needs {FEWEST} different numbers, each 1 or more", f"write {FEWEST} or more")
+            yield Problem(
+                flag,
+                f"a law needs {FEWEST} different numbers, each 1 or more",
+                f"write {FEWEST} or more",
+            )
     if options.head_dim < 2 or options.head_dim % 2:
         yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")
     if min(options.target or [1]) < 1:
@@ -208,9 +193,9 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     }
     architecture = {**base.model.model_config, **sizes}
     sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
-    size = compute_model_size(find_planned_model(sized)).total
+    size = compute.compute_model_size(compute.find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = suggest_rate(compute_training_flops(size, ratio * size))
+    rate = scaling.suggest_rate(compute.compute_training_flops(size, ratio * size))
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -239,8 +224,8 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     if problems:
         raise DataError(*problems)
     curves, metric = _read_curves(options.runs)
-    fit = fit_law(runs)
-    fit = dataclasses.replace(fit, curve=fit_curve(fit.law, runs, curves, metric))
+    fit = scaling.fit_law(runs)
+    fit = dataclasses.replace(fit, curve=scaling.fit_curve(fit.law, runs, curves, metric))
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     _write_record(options.output, dataclasses.asdict(fit) | record)
     embeddings = "without embeddings" if options.no_count_embeddings else "with embeddings"
@@ -252,11 +237,11 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     if worst > _POOR_FIT or min(fit.law.size_exponent, fit.law.token_exponent) < _LEAST_EXPONENT:
         yield "warning", "poor fit: try lower learning rates, longer runs, and several seeds of each"
     try:
-        exponent, minima = fit_isoflops(runs)
+        exponent, minima = scaling.fit_isoflops(runs)
         yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"
     except DataError as error:
         yield "IsoFLOP", error.problems[0].found
-    scale, exponent = fit_power(runs)
+    scale, exponent = scaling.fit_power(runs)
     yield "power law", f"L = ({scale:.3g} / N)^{exponent:.3f} by the longest run of each size"
     yield "written to", str(options.output)
 
@@ -312,9 +297,9 @@ def _plan_budget(options: argparse.Namespace) -> Iterator[Row]:
             epochs = max(best.num_tokens / options.unique_tokens, 1.0)
             yield "  repeated data", f"{best.num_parameters:.4g} parameters, {best.num_tokens:.4g} tokens"
             yield "", f"{epochs:.3g} epochs, worth {worth:.4g} tokens of new data; loss {best.loss:.4g}"
-    size = (flops / FLOPS_PER_TOKEN / TOKENS_PER_PARAMETER) ** 0.5
-    yield "20 per param.", f"{size:.4g} parameters, {TOKENS_PER_PARAMETER * size:.4g} tokens"
-    rate, batch = suggest_rate(flops), suggest_batch(flops)
+    size = (flops / compute.FLOPS_PER_TOKEN / compute.TOKENS_PER_PARAMETER) ** 0.5
+    yield "20 per param.", f"{size:.4g} parameters, {compute.TOKENS_PER_PARAMETER * size:.4g} tokens"
+    rate, batch = scaling.suggest_rate(flops), scaling.suggest_batch(flops)
     yield "AdamW", f"learning rate {rate:.2g}, batch of {batch:.2g} tokens, by the laws of DeepSeek LLM (1e17 FLOPs on)"
 
 
@@ -394,7 +379,7 @@ def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
     if num_tokens is None:
         remedy = "write `max_tokens: ...` or `max_steps: ...`"
         raise ConfigError(Problem(str(path), "the length of the run is in epochs", remedy))
-    size = compute_model_size(find_planned_model(config))
+    size = compute.compute_model_size(compute.find_planned_model(config))
     return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
@@ -405,7 +390,7 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
         ConfigError: The file is not one of ``recipes scale fit``.
     """
     if path is None:
-        yield from ((name, Fit(law, [], math.inf)) for name, law in PUBLISHED.items())
+        yield from ((name, Fit(law, [], math.inf)) for name, law in scaling.PUBLISHED.items())
         return
     record = read_record(path, {"law": dict, "resampled": list, "max_flops": float})
 
@@ -430,7 +415,7 @@ def _describe_reach(fit: Fit, num_flops: float) -> Iterator[Row]:
     """
     if (times := num_flops / fit.max_flops) <= 1:
         return
-    if times > MAX_EXTRAPOLATION and not fit.resampled:
+    if times > scaling.MAX_EXTRAPOLATION and not fit.resampled:
         found = f"{num_flops:.3g} operations are {times:,.0f} times those of the largest run"
         raise ConfigError(Problem("fit", found, "fit it again by `recipes scale fit`, for an interval"))
     yield "  extrapolated", f"to {times:,.1f} times the operations of the largest run"
