@@ -197,6 +197,15 @@ def test_candidates_of_equal_speed_are_ranked_by_margin_then_offload_then_groups
     assert sorted((ranked[at] for at in (4, 3, 1, 0, 2)), key=_rank) == ranked
 
 
+def test_layouts_that_offload_more_than_a_machine_has_are_no_candidates(find, monkeypatch) -> None:
+    offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
+    found = find(80e9, layouts=[SHARDED, offloaded])
+    needed = 2 * max(one.memory.host_bytes for one in found)
+    for host, expected in ((needed, {SHARDED, offloaded}), (needed - 1, {SHARDED})):
+        monkeypatch.setattr("recipes_lib.planning.search.HOST_MEMORY", host)
+        assert {one.layout for one in find(80e9, layouts=[SHARDED, offloaded])} == expected
+
+
 def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:
     config, model = build(tiny_model_dir), AutoConfig.from_pretrained(tiny_model_dir)
 

@@ -81,7 +81,7 @@ def test_recomputation_affects_updates_only() -> None:
 def test_asynchronous_server_overlaps_sampling_with_updates() -> None:
     found = estimate(use_vllm=True, vllm_mode="server", max_staleness=1)
     assert found.seconds == max(found.sampling, found.scoring + found.updates)
-    assert dataclasses.replace(found, is_overlapped=False).seconds > found.seconds
+    assert found._replace(is_overlapped=False).seconds > found.seconds
 
 
 SLOW = dataclasses.replace(DEVICE, link=1e6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
@@ -15,7 +15,10 @@ from recipes_lib.planning.compute import compute_hours, compute_model_size, coun
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory
 from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
-from recipes_lib.planning.timing import Traffic, count_traffic, estimate_on_policy, time_traffic
+from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Traffic, count_traffic, estimate_on_policy, time_traffic
+
+HOST_MEMORY: Final = 2e12
+"""Bytes of host memory of a machine: those of AWS p5 and DGX H100; layouts that offload more are no candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,13 @@ def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: L
 def _list_plans(
     config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
 ) -> Iterator[MemoryPlan]:
-    """Yield the memory of a process with each kind of activation checkpointing, from that of another micro-batch."""
+    """Yield the memory of a process with each kind of activation checkpointing, from that of another micro-batch.
+
+    None if the host has not enough.
+    """
     layout, narrowed = memory.layout, memory.layout.narrow(model_config)
+    if memory.host_bytes * min(GPUS_OF_A_MACHINE, layout.num_gpus) > HOST_MEMORY:
+        return
     choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout))
     # 0 for a reward model, which has no logits.
     num_predicted = memory.num_predicted and Batch.of(config, layout).num_targets

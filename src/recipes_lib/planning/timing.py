@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -226,8 +225,7 @@ def estimate_on_policy(config: RecipeConfig, model_config: PreTrainedConfig, dev
     return Decoding(times * one.seconds, times * one.num_answers, one.batch, times * one.num_batches)
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
+class Iteration(NamedTuple):
     """Estimated duration of an iteration, in seconds.
 
     Attributes:
