@@ -49,7 +49,7 @@ def unreachable(monkeypatch):
 )
 @pytest.mark.usefixtures("unreachable")
 def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys, monkeypatch):
-    with pytest.raises(UserError, match=r"nobody/(nothing|rows)|allenai/ai2_arc") as caught:
+    with pytest.raises(UserError, match=r"nobody/(nothing|rows)|arc_easy") as caught:
         load()
     (problem,) = caught.value.problems
     assert problem.remedy

@@ -52,7 +52,7 @@ def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
     checkpoint.mkdir()
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    write_complete(checkpoint, **{"step": step, "world_size": 1} | facts)
+    write_complete(checkpoint, **{"step": step, "world_size": 1, "data_size": 1} | facts)
     return checkpoint
 
 

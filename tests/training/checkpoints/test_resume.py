@@ -52,7 +52,7 @@ def record(world_size, per_device, accumulation, engine=""):
 def test_run_of_other_recipe_or_length_is_one_error(tmp_path, recipe, message):
     start_run(make_config(tmp_path), ONE)
     (tmp_path / "checkpoint-5").mkdir()
-    write_complete(tmp_path / "checkpoint-5", step=5)
+    write_complete(tmp_path / "checkpoint-5", step=5, data_size=1)
     now = dataclasses.replace(make_config(tmp_path, max_steps=9), recipe=recipe)
     with pytest.raises(ConfigError, match=message) as caught:
         start_run(now, ONE)
