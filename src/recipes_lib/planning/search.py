@@ -83,6 +83,9 @@ def search(
         memory = None
         for number in (number for number in range(1, rows + 1) if rows % number == 0):
             batch = {"per_device_train_batch_size": number, "gradient_accumulation_steps": rows // number}
+            # Memory of evaluation is planned only where its batches sample answers: no larger than those of training.
+            if not config.distillation.lmbda and config.read("per_device_eval_batch_size") > number:
+                batch["per_device_eval_batch_size"] = number
             compiled = [choice for choice in (True, False) if is_supported(layout, {**batch, "torch_compile": choice})]
             if not compiled:
                 continue
