@@ -74,7 +74,7 @@ def search(
     found = list[Candidate]()
     whole = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 1}
     num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
-    size = compute_model_size(model_config).total
+    size, held_out = compute_model_size(model_config).total, config.read("per_device_eval_batch_size")
     for layout in layouts:
         # The global batch size is fixed, so a layout that cannot divide it is left out.
         if num_rows % layout.num_processes:
@@ -84,8 +84,7 @@ def search(
         for number in (number for number in range(1, rows + 1) if rows % number == 0):
             batch = {"per_device_train_batch_size": number, "gradient_accumulation_steps": rows // number}
             # Memory of evaluation is planned only where its batches sample answers: no larger than those of training.
-            if not config.distillation.lmbda and config.read("per_device_eval_batch_size") > number:
-                batch["per_device_eval_batch_size"] = number
+            batch["per_device_eval_batch_size"] = held_out if config.distillation.lmbda else min(held_out, number)
             compiled = [choice for choice in (True, False) if is_supported(layout, {**batch, "torch_compile": choice})]
             if not compiled:
                 continue
