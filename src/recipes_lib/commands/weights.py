@@ -201,8 +201,8 @@ def _write_adapter(checkpoint: Path, folder: Path) -> int:
 
 
 MAX_KL: Final = 0.01
-"""Allowed mean KL divergence of the merged model from base and adapter, in nats per token (``flags.yaml``): ten times
-the rounding of bfloat16."""
+"""Allowed mean KL divergence of the merged model from base and adapter, nats per token: ten times bfloat16 rounding.
+The help of ``--max_kl`` in ``flags.yaml`` repeats both numbers."""
 MAX_KL_FROM_FEW_BITS: Final = 0.2
 """The same for an adapter trained on a quantised base, which also compensates quantisation error."""
 MAX_TOKENS: Final = 64

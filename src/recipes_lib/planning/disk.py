@@ -14,6 +14,8 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.quantities import format_bytes, pluralize
 
 _OPTIMIZERS: Final[Mapping[str, float]] = read_lists(Path(__file__).with_name("optimizers.yaml"))
+_TWO_STATES: Final = 8
+"""Bytes of two states in ``float32``, as of Adam: those of optimizers that are not listed."""
 _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "muon")
 """Optimizers whose states have the dtype of the weights; those of the others have a fixed dtype."""
 
@@ -87,7 +89,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
     """Return the bytes of optimizer states per parameter of ``weight_bytes``."""
     optim = str(read_training(training, "optim"))
-    size: float = next((size for name, size in _OPTIMIZERS.items() if name in optim), 8)
+    size: float = next((size for name, size in _OPTIMIZERS.items() if name in optim), _TWO_STATES)
     if optim == "sgd":
         size = 4 if "momentum" in str(training.get("optim_args")) else 0
     return size * weight_bytes / 4 if optim in _LIKE_WEIGHTS else size

@@ -162,11 +162,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
 def _find_sweep_problems(base: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
     for flag, values in (("--depths", options.depths), ("--ratios", options.ratios)):
         if len(set(values)) < FEWEST or min(values) < 1:
-            yield Problem(
-                flag,
-                f"a law needs {FEWEST} different numbers, each 1 or more",
-                f"write {FEWEST} or more",
-            )
+            yield Problem(flag, f"a law needs {FEWEST} different numbers, each 1 or more", f"write {FEWEST} or more")
     if options.head_dim < 2 or options.head_dim % 2:
         yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")
     if min(options.target or [1]) < 1:

@@ -21,10 +21,9 @@ def register_gather_hooks(model: nn.Module) -> None:
 
     Source: ``tests/distributed/test_zero.py``.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     # Whole layers, because some modules read a weight of another one without calling it: linear attention of Qwen 3.5
     # and Mamba that of its convolution.
-    layers = {layer for modules in lists for layer in modules}
+    layers = {layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module}
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     for module in model.modules():
         if module in inner:
