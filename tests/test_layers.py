@@ -47,7 +47,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "losses": set(),
     "config": {"errors", "shipped"},
     # Packages; data and models do not import each other.
-    "data": {"config", "environment", "errors", "files", "shipped"},
+    "data": {"config", "environment", "errors", "files", "processes", "shipped"},
     "models": {"config", "environment", "errors", "files", "losses", "shipped"},
     "planning": {"config", "errors", "losses", "models", "quantities"},
     "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,

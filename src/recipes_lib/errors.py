@@ -217,6 +217,10 @@ class UserError(Exception):
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems: Sequence[Problem] = problems
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[Problem, ...]]:
+        # The default passes the message to ``__init__``, when a worker process sends the error to its parent.
+        return type(self), tuple(self.problems)
+
 
 class ConfigError(UserError):
     """Invalid configuration file, flag, or combination of keys."""

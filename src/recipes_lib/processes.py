@@ -58,6 +58,14 @@ def limit_threads() -> None:
         os.environ["OMP_NUM_THREADS"] = str(share)
 
 
+def disable_tokenizer_threads() -> None:
+    """Let tokenizers use one thread in this process: a forked worker, beside one on every other core.
+
+    Otherwise it also warns, if it has used threads before the fork.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def read_rank() -> int:
     """Return the rank of this process, from ``RANK``; 0 without a launcher."""
     return _read_number("RANK", 0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from recipes_lib.data import workers
 from recipes_lib.data.chat.encoder import RowEncoder
 
 WriteRows = Callable[..., Path]
@@ -51,7 +52,7 @@ def load_tokenizer(tiny_tokenizer: Any) -> Any:
 
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of rows that each call of an encoder in this process tokenises."""
+    """Number of rows that each call of an encoder tokenises; without worker processes, in which none is counted."""
     counts: list[int] = []
     tokenize = RowEncoder._tokenize
 
@@ -60,6 +61,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tokenize(self, drafts)
 
     monkeypatch.setattr(RowEncoder, "_tokenize", count)
+    monkeypatch.setattr(workers, "MAX_DEFAULT", 1)
     return counts
 
 

@@ -14,6 +14,7 @@ from tests.rows import read_files
 
 from recipes_lib.commands.prepare import prepare as command
 from recipes_lib.data import store
+from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.prompts import prepare_prompts
@@ -106,12 +107,13 @@ print(json.dumps(sorted(sys.modules)))
     assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
 
 
-def test_prepared_set_bytes_are_independent_of_location(build, load_tokenizer, tmp_path):
-    roots = [tmp_path / name for name in ("one", "two")]
-    for root in roots:
-        make(build(prepared_dir=str(root)), load_tokenizer)
-    one, two = map(read_files, roots)
-    assert one == two
+def test_prepared_set_bytes_are_independent_of_location_and_workers(build, load_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 3)
+    roots = [tmp_path / name for name in ("one", "two", "three")]
+    for number, root in enumerate(roots, start=1):
+        make(build(prepared_dir=str(root), dataset_num_proc=number), load_tokenizer)
+    one, *others = map(read_files, roots)
+    assert others == [one, one]
     assert [Path(name).name for name in one].count("COMPLETE.json") == 1
 
 

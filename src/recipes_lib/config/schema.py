@@ -167,6 +167,8 @@ class TokensConfig:
     """Padding token. Unset: the tokenizer's. Padding is never trained on, whatever its id."""
     prepared_dir: str | None = None
     """Cache folder of prepared sets. Unset: ``~/.cache/recipes_lib/prepared``."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenise. Unset: one per core, at most 8, beyond which reading is the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,7 +197,8 @@ def _build(
 
     def encode_all() -> Iterator[pa.RecordBatch]:
         for mixture in mixtures:
-            for batch, chunk in map_chunks(_read(mixture, config.data), lambda *rows: _encode(encoder, *rows), broken):
+            rows = _read(mixture, config.data)
+            for batch, chunk in map_chunks(rows, partial(_encode, encoder), broken, config.tokens.dataset_num_proc):
                 chunks.append(chunk)
                 yield batch
             sizes.append(sum(len(chunk.digests) for chunk in chunks))

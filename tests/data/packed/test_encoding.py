@@ -39,7 +39,7 @@ def encode(tmp_path):
             def encode_rows(rows, row_ids):
                 return encode_chunk(encoder, rows, row_ids), {"row_ids": np.array(row_ids, np.int64)}
 
-            encoded = encode_mixture(encode_rows, mixture, broken, lambda *pair: counts.append(pair), file)
+            encoded = encode_mixture(encode_rows, mixture, broken, lambda *pair: counts.append(pair), file, None)
             assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
             return encoded, broken.list_problems(mixture.name), counts
 
@@ -189,5 +189,5 @@ def test_truncated_token_file_is_error(tmp_path):
 
 def test_objects_that_exist_are_not_collected_while_chunks_are_encoded():
     rows = [Row(where=f"d:{number}", text="a") for number in range(3)]
-    assert all(map_chunks(rows, lambda *_: gc.get_freeze_count(), BrokenRows()))
+    assert all(map_chunks(rows, lambda *_: gc.get_freeze_count(), BrokenRows(), None))
     assert gc.get_freeze_count() == 0

@@ -44,6 +44,7 @@ CHANGES = {
 WITHOUT_CHANGE = {
     "max_length": 64,
     "prepared_dir": "elsewhere",
+    "dataset_num_proc": 3,
     "allow_eval_overlap": True,
     "eval_datasets": {"more": {"name": "elsewhere"}},
     "pad_token": "<|im_end|>",

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from recipes_lib.data import workers
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.sources.rows import BrokenRows, Row
@@ -25,7 +26,7 @@ def make_rows(texts=TEXTS) -> list[Row]:
 def encode(rows, tokenizer, hold_out=None):
     broken = BrokenRows()
     encoder = RowEncoder(tokenizer, loss_on="all")
-    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.list_problems("d.txt")
+    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken, None)), broken.list_problems("d.txt")
 
 
 def test_chunk_is_bounded_by_characters_for_any_layout(tiny_tokenizer, monkeypatch):
@@ -46,11 +47,11 @@ def test_reading_is_bounded_by_pending_work(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
     rows = (Row(where=f"endless row {next(num_read)}", text="text") for _ in itertools.repeat(None))
-    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows())
+    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows(), 2)
     for _ in range(5):
         next(chunks)
     chunks.close()
-    assert next(num_read) <= 2 * (5 + encoding._THREADS + 1)
+    assert next(num_read) <= 2 * (5 + workers.MIN_ITEMS)
 
 
 def test_reading_and_tokenising_problems_are_raised_together(tiny_tokenizer, monkeypatch):
@@ -72,7 +73,7 @@ def test_tokenizer_error_is_not_row_problem(tiny_tokenizer):
             raise ConfigError(Problem("eos_token", "none"))
 
     with pytest.raises(ConfigError):
-        list(encode_documents(Unfit(), make_rows(), HoldOut(), BrokenRows()))
+        list(encode_documents(Unfit(), make_rows(), HoldOut(), BrokenRows(), None))
 
 
 def held_out_texts(rows, size, seed=0) -> list[str]:

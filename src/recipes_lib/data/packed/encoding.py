@@ -9,13 +9,12 @@ import hashlib
 import math
 import os
 import tempfile
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -32,6 +31,7 @@ from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source, encode_valid
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
+from recipes_lib.data.workers import map_in_order
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import hash_file, read_text
 from recipes_lib.shipped import find_shipped
@@ -49,8 +49,6 @@ ROWS_PER_CHUNK: Final = 500
 
 CHARACTERS_PER_CHUNK: Final = 1 << 21
 """Characters at which a chunk is closed, so that memory does not grow with the length of rows."""
-
-_THREADS: Final = 2
 
 Chunk = TypeVar("Chunk")
 Encode = Callable[[Sequence[Row], Sequence[int]], tuple[Examples, Mapping[str, npt.NDArray[Any]]]]
@@ -228,16 +226,22 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 
 
 def encode_mixture(
-    encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int, int], None], file: TokenFile
+    encode: Encode,
+    mixture: Mixture,
+    broken: BrokenRows,
+    on_rows: Callable[[int, int], None],
+    file: TokenFile,
+    num_workers: int | None,
 ) -> EncodedMixture:
     """Tokenise all valid rows of a mixture.
 
     Args:
-        encode: Function that encodes the rows of a chunk; called by several threads.
+        encode: Function that encodes the rows of a chunk, as for ``map_in_order``.
         mixture: The rows.
         broken: Receives the counts and problems of broken rows, which the caller raises.
         on_rows: Called after each chunk with the total number of rows and of tokens.
         file: File for the tokens, which several mixtures can share; memory has only a few numbers per row.
+        num_workers: Number of worker processes, as for ``map_in_order``.
 
     Raises:
         DataError: The disk is full.
@@ -249,7 +253,7 @@ def encode_mixture(
 
     parts, columns, num_rows, num_tokens = [], defaultdict(list), 0, 0
     # The empty first chunk determines the dtypes, in case no row is valid.
-    for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
+    for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken, num_workers)):
         parts.append(file.keep(examples))
         for name, column in chunk.items():
             columns[name].append(column)
@@ -276,38 +280,42 @@ class _Figures(ProgressColumn):
 
 
 def map_chunks(
-    entries: Iterable[Row | Problem], encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
+    entries: Iterable[Row | Problem],
+    encode: Callable[[Sequence[Row], Sequence[int]], Chunk],
+    broken: BrokenRows,
+    num_workers: int | None,
 ) -> Iterator[Chunk]:
     """Encode the valid rows in chunks, and yield the results in order.
 
-    Chunks are processed by a few threads: the tokenizer releases the GIL, so that reading, rendering and masking of
-    other chunks overlap with it.
-
     Args:
         entries: Rows and problems.
-        encode: Function of the rows of a chunk and their positions; called by several threads.
+        encode: Function of the rows of a chunk and their positions, as for ``map_in_order``.
         broken: Receives the counts and problems of all chunks up to the yielded one.
+        num_workers: Number of worker processes, as for ``map_in_order``.
     """
-    pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
-    num_read = 0
-    with ThreadPoolExecutor(_THREADS) as pool, ExitStack() as stack:
+
+    def number_chunks() -> Iterator[tuple[int, list[Row | Problem]]]:
+        num_read = 0
+        for chunk in split_chunks(broken.skip_after_error(entries), broken, CHARACTERS_PER_CHUNK):
+            yield num_read, chunk
+            num_read += len(chunk)
+
+    def encode_entries(numbered: tuple[int, list[Row | Problem]]) -> tuple[int, Chunk | None, list[Problem]]:
+        first, chunk = numbered
+        return len(chunk), *encode_valid(encode, chunk, first, drop=broken.are_dropped)
+
+    with ExitStack() as stack:
         # Objects that exist, such as modules, are not traversed: 9 % of the time for rows of 25 tokens.
         gc.freeze()
         stack.callback(gc.unfreeze)
-        chunks = split_chunks(broken.skip_after_error(entries), broken, CHARACTERS_PER_CHUNK)
-        while not broken.exceeds_limit:
-            # One chunk more than threads, so that no thread is idle while this one reads.
-            for chunk in islice(chunks, _THREADS + 1 - len(pending)):
-                future = pool.submit(encode_valid, encode, chunk, num_read, drop=broken.are_dropped)
-                pending.append((len(chunk), future))
-                num_read += len(chunk)
-            if not pending:
-                return
-            num_rows, future = pending.popleft()
-            encoded, problems = future.result()
+        # Closed before the collection of objects is enabled again.
+        results = stack.enter_context(closing(map_in_order(encode_entries, number_chunks(), num_workers)))
+        for num_rows, encoded, problems in results:
             broken.add(num_rows, problems)
             if encoded is not None:
                 yield encoded
+            if broken.exceeds_limit:
+                return
 
 
 TOKENIZER_FILES: Final = (
@@ -329,8 +337,11 @@ _TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
 
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
 """Packages whose version can change token ids."""
-_NOT_IN_KEY: Final = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
-"""Options that are only locations; the key has the content instead, so that moved data keep their prepared set."""
+_NOT_IN_KEY: Final = {
+    # Locations; the key has the content instead, so that moved data keep their prepared set.
+    *("dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"),
+    "dataset_num_proc",
+}
 
 
 def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str, Any]:

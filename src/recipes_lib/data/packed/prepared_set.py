@@ -204,7 +204,7 @@ def encode_sides(
     sides = {}
     for name, mixture in mixtures.items():
         with show_progress(mixture.name) as on_rows:
-            sides[name] = encode_mixture(encode, mixture, broken[name], on_rows, file)
+            sides[name] = encode_mixture(encode, mixture, broken[name], on_rows, file, config.tokens.dataset_num_proc)
     for mixture, fingerprint in zip(mixtures.values(), identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     limit = config.tokens.max_length

@@ -271,7 +271,11 @@ def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 def encode_documents(
-    encoder: RowEncoder, entries: Iterable[Row | Problem], hold_out: HoldOut, broken: BrokenRows
+    encoder: RowEncoder,
+    entries: Iterable[Row | Problem],
+    hold_out: HoldOut,
+    broken: BrokenRows,
+    num_workers: int | None,
 ) -> Iterator[DocumentChunk]:
     """Yield the tokens of the valid rows in chunks, in order.
 
@@ -280,6 +284,7 @@ def encode_documents(
         entries: Documents and problems.
         hold_out: Rule that holds out documents.
         broken: Receives the counts and problems of all chunks up to the yielded one.
+        num_workers: Number of worker processes, as for ``map_in_order``.
     """
 
     def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
@@ -288,7 +293,7 @@ def encode_documents(
         is_held_out = np.fromiter(map(hold_out.holds, digests), np.bool_, len(digests))
         return DocumentChunk(examples.input_ids, examples.lengths, halve_digests(digests), is_held_out)
 
-    return map_chunks(entries, encode, broken)
+    return map_chunks(entries, encode, broken, num_workers)
 
 
 logger = logging.getLogger(__name__)
@@ -352,7 +357,7 @@ def _write(
         on_rows(sides.num_documents, sides.num_tokens)
         # On resume, rows that have been written are read again, since sources have no random access, but not tokenised.
         entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
-        for chunk in encode_documents(encoder, entries, hold_out, broken):
+        for chunk in encode_documents(encoder, entries, hold_out, broken, corpus.tokens.dataset_num_proc):
             if broken.fatal or (broken.num_broken and not broken.are_dropped):
                 continue  # The set will not be published; the remaining rows are only checked.
             sides.append(chunk, broken.count())
