@@ -222,6 +222,12 @@ def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny
         assert [problem.where for problem in problems if found in problem.found] == ["critic_model_name_or_path"]
         problems, _ = check_ppo(reward_model_name_or_path=name, critic_model_name_or_path=tiny_model_dir)
         assert not [problem for problem in problems if "critic" in problem.where]
+    cut = write_reward_model(tmp_path / "cut", tiny_model_dir)
+    tensors = load_file(cut / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp" not in name}
+    save_file(kept, cut / "model.safetensors", metadata={"format": "pt"})
+    (problem,) = check_ppo(critic_model_name_or_path=cut)[0]
+    assert "critic_model_name_or_path" in problem.where and "layers.0.mlp" in problem.found
     (problem,) = check_ppo(critic_model_name_or_path=larger, use_peft=True)[0]
     assert "the critic shares the policy's weights, and cannot start from another model" in problem.found
 

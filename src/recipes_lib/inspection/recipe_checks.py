@@ -249,11 +249,16 @@ class PPOInspection(Inspection):
 
     def check_agreement(self, report: Report) -> None:
         """Verify the common agreement, the critic, the rewards and the engine."""
+        from recipes_lib.models.heads.scoring import find_saved
+        from recipes_lib.planning.memory import find_critic_start
         from recipes_lib.rl.models import verify_critic
 
         super().check_agreement(report)
         if self.config.recipe == "ppo":
             verify_critic(self.config, self.model_config)
+            if self.config.critic.critic_model_name_or_path is not None:
+                weights = find_saved(*find_critic_start(self.config))[1]
+                self.check_weights(report, "critic_model_name_or_path", weights, needs_head=False)
         self._check_rewards(report)
         self._check_engine(report)
 
