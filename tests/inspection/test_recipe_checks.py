@@ -227,7 +227,8 @@ def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny
     kept = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp" not in name}
     save_file(kept, cut / "model.safetensors", metadata={"format": "pt"})
     (problem,) = check_ppo(critic_model_name_or_path=cut)[0]
-    assert "critic_model_name_or_path" in problem.where and "layers.0.mlp" in problem.found
+    assert "critic_model_name_or_path" in problem.where
+    assert "layers.0.mlp" in problem.found
     (problem,) = check_ppo(critic_model_name_or_path=larger, use_peft=True)[0]
     assert "the critic shares the policy's weights, and cannot start from another model" in problem.found
 
