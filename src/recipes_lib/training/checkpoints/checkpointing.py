@@ -228,7 +228,7 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         verify = partial(self.layout.build_verification(self.model), staged)
-        return Staged(staged, step, tasks, verify, is_shared=self.layout.is_shared)
+        return Staged(staged, step, tasks, verify)
 
     @contextmanager
     def _deleting_nothing(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class CheckpointingTrainer(Trainer):
             if writes and self._has_updated():
                 # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
-                self._saver.decide_to_copy(states, is_shared=self.layout.is_shared)
+                self._saver.decide_to_copy(states)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:
