@@ -208,6 +208,19 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def temporarily(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of an object have other values; one that it lacks is ``None`` afterwards."""
+    before = {name: getattr(owner, name, None) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def save_random_states() -> Callable[[], None]:
     """Save the random states of Python, numpy, torch and every CUDA device; return the function that restores them."""
     # The global generator of numpy, which data collators and libraries use.
