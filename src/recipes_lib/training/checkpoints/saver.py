@@ -346,25 +346,14 @@ class CheckpointSaver:
 
         self._write(staged, then=finish)
 
-    def dry_run(
-        self,
-        stage: Callable[[str], Staged],
-        count: Callable[[], int],
-        *,
-        num_steps: int,
-        num_epochs: float | None,
-        model_bytes: int,
-        num_protected: int = 0,
-    ) -> None:
+    def dry_run(self, stage: Callable[[str], Staged], count: Callable[[], int], **facts: Any) -> None:
         """Save a checkpoint, verify it, measure it and delete it; every process must call.
 
         Args:
             stage: Stages a checkpoint in the given folder; its ``verify`` also compares files with the live state.
             count: Returns the expected bytes of a checkpoint, before one is written.
-            num_steps: Number of optimizer steps of the run.
-            num_epochs: Epochs of the run; ``None`` if unknown, as with streaming.
-            model_bytes: Size of the final model in bytes.
-            num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
+            **facts: Arguments of ``plan_disk`` about the run: ``num_steps``, ``num_epochs``, ``model_bytes`` and
+                ``num_protected``.
 
         Raises:
             ConfigError: The disk cannot hold the checkpoints that the run will keep, or cannot rename folders, or
@@ -374,15 +363,8 @@ class CheckpointSaver:
         began = time.perf_counter()
         # ``checkpoint-0``, the target of rollbacks, may still be in the writer thread.
         self.finish()
-        plan: Callable[[int], DiskPlan] = partial(
-            plan_disk,
-            model_bytes=model_bytes,
-            num_steps=num_steps,
-            num_epochs=num_epochs,
-            training=self._args.to_dict(),  # type: ignore[no-untyped-call]
-            keep_every=self._keep_every,
-            num_protected=num_protected,
-        )
+        facts |= {"training": self._args.to_dict(), "keep_every": self._keep_every}  # type: ignore[no-untyped-call]
+        plan: Callable[[int], DiskPlan] = partial(plan_disk, **facts)
         if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
