@@ -146,11 +146,6 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
     return distributed
 
 
-def was_sharded_on_loading(model: nn.Module) -> bool:
-    """Return whether transformers sharded a model on loading (tensor parallelism, with or without FSDP)."""
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
-
-
 def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """Return the data-parallel group: one rank of each tensor-parallel group; ``None`` where all ranks are in it."""
     meshes = getattr(model, "_mesh_manager", None)

@@ -20,7 +20,6 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.files import inherit_read_permission
 from recipes_lib.models.inference import temporarily
-from recipes_lib.models.parallel.tensor_parallel import was_sharded_on_loading
 from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
@@ -70,7 +69,7 @@ class CheckpointingTrainer(Trainer):
         args: TrainingArguments = options["args"]
         # transformers 5.23 can save only the model if it was loaded with a tensor parallel plan, and refuses to train
         # without save_only_model. Our layout saves the optimizer as well.
-        args.save_only_model = was_sharded_on_loading(options["model"])
+        args.save_only_model = getattr(options["model"], "is_distributed_loading_by_transformers", False)
         super().__init__(**options)
         args.save_only_model = False
         self.add_callback(_ReadSteps)
