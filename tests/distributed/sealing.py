@@ -108,7 +108,7 @@ def wait_for(event: threading.Event) -> None:
 
 def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, saver: CheckpointSaver) -> list[Task]:
     """Copy the shards of model and optimizer, and return the tasks that write them."""
-    saver.decide_to_copy((read_trained_state(model), dict(optimizer.state)), is_shared=True)
+    saver.decide_to_copy((read_trained_state(model), dict(optimizer.state)))
     trained = Trained(dict(model.named_parameters()), optimizer)
     return [
         copy_model_shards(folder, read_trained_state(model), saver),
@@ -124,13 +124,13 @@ def choose(output_dir: Path) -> None:
 
 def dry_run(args: TrainingArguments, *, is_shared: bool) -> None:
     """Make the dry run of a checkpoint, of which the main process, or with ``is_shared`` each, writes a file."""
-    saver = CheckpointSaver(args, print if args.process_index == 0 else str)
+    saver = CheckpointSaver(args, print if args.process_index == 0 else str, engine="FSDP" if is_shared else "")
 
     def stage(name: str) -> Staged:
         folder = saver.open(1, name)
         folder.mkdir(parents=True, exist_ok=True)
         tasks = [partial((folder / f"rng_state_{args.process_index}.pth").write_bytes, bytes(100))]
-        return Staged(folder, 1, tasks, lambda: None, is_shared=is_shared)
+        return Staged(folder, 1, tasks, lambda: None)
 
     try:
         saver.dry_run(stage, lambda: 100, num_steps=4, num_epochs=None, model_bytes=100)
@@ -171,7 +171,7 @@ def main() -> None:
             if fault == "unseen":
                 pretend_to_see_more()
         try:
-            saver.save(Staged(folder, step, tasks, partial(verify_shards, folder, shapes), is_shared=True))
+            saver.save(Staged(folder, step, tasks, partial(verify_shards, folder, shapes)))
             with torch.no_grad():
                 model[0].weight.add_(1)
             continued.set()

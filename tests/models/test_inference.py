@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from recipes_lib.models.inference import (
     measure_rounding,
     preserve_training_state,
     save_random_states,
+    temporarily,
     unwrap_adapter,
 )
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary
@@ -59,6 +61,14 @@ def test_disable_dropout_makes_training_mode_deterministic(kind, implementation)
     disable_dropout(model)
     assert not is_random()
     assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_attributes_are_restored_after_an_error():
+    owner = SimpleNamespace(limit=3)
+    with suppress(ValueError), temporarily(owner, limit=None, log=[]):
+        assert owner == SimpleNamespace(limit=None, log=[])
+        raise ValueError
+    assert owner == SimpleNamespace(limit=3, log=None)
 
 
 def test_disable_dropout_keeps_other_attributes():

@@ -108,9 +108,10 @@ def test_layers_without_attention_are_refused() -> None:
         layer.self_attn = torch.nn.Identity()
     with (
         pytest.raises(ConfigError, match="no attention module whose output could be collected"),
-        collect_features(model, attentions=[1]),
+        collect_features(model, states=[1], attentions=[1]),
     ):
         pass
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_model_without_layer_list_is_refused() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -185,25 +185,17 @@ def _verify_rope(moved: Mapping[str, Any], model_config: PreTrainedConfig) -> No
     And for keys of ``_MOVED`` that a class with defaults of its own drops, such as that of GPT-NeoX.
     """
     rope = getattr(model_config.get_text_config(), "rope_parameters", None) or {}
-    found, problems = list(_list_values(rope)), []
+    found, problems = tree_leaves(rope), []
     for layer in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
         base = layer.get("rope_theta", 1.0)
         if not isinstance(base, int | float) or not base > 0:
             problems.append(Problem("model_config", f"`rope_theta` is {base!r}", "write a positive number: 10000.0"))
     for key, value in moved.items():
-        if not all(one in found for one in _list_values(value)):
+        if not all(one is None or one in found for one in tree_leaves(value)):
             dropped = f"a {model_config.model_type} model drops `{key}`"
             problems.append(Problem("model_config", dropped, "write it in `rope_parameters`"))
     if problems:
         raise ConfigError(*problems)
-
-
-def _list_values(value: Any) -> Iterator[Any]:
-    """Yield the values of a mapping of any depth; nothing for ``None``."""
-    if isinstance(value, Mapping):
-        yield from itertools.chain.from_iterable(map(_list_values, value.values()))
-    elif value is not None:
-        yield value
 
 
 def _verify_heads(text_config: PreTrainedConfig) -> None:

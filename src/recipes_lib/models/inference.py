@@ -108,11 +108,8 @@ def measure_rounding(model: Any, run: Callable[[], Tensor], expected: Tensor) ->
         return states + states * signs * (find_rounding_error(states) / 2)
 
     inner = unwrap_adapter(extract_model_from_parallel(model))
-    handle = inner.get_input_embeddings().register_forward_hook(round_embeddings)
-    try:
+    with inner.get_input_embeddings().register_forward_hook(round_embeddings):
         change = float((run() - expected).abs().max())
-    finally:
-        handle.remove()
     return 2 * change if math.isfinite(change) else 0.0
 
 
@@ -207,11 +204,21 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
     def move_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return send_to_device(args, device), send_to_device(kwargs, device)
 
-    handle = unwrap_adapter(model).register_forward_pre_hook(move_inputs, prepend=True, with_kwargs=True)
+    with unwrap_adapter(model).register_forward_pre_hook(move_inputs, prepend=True, with_kwargs=True):
+        yield
+
+
+@contextmanager
+def temporarily(owner: Any, **values: Any) -> Iterator[None]:
+    """Context in which attributes of an object have other values; one that it lacks is ``None`` afterwards."""
+    before = {name: getattr(owner, name, None) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        handle.remove()
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def save_random_states() -> Callable[[], None]:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -584,13 +585,5 @@ def _list_references(path: Path) -> Iterator[str]:
         content = read_record(path)
     except DataError:
         return  # Loading reports the reason.
-    yield from _iterate_leaves(content.get("auto_map"))
-
-
-def _iterate_leaves(value: Any) -> Iterator[str]:
-    """Yield the strings of a nested mapping or list; ``AutoTokenizer`` maps to a list of a slow and a fast class."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _iterate_leaves(one)
+    # Nested: ``AutoTokenizer`` maps to a list of a slow and a fast class.
+    yield from (leaf for leaf in tree_leaves(content.get("auto_map")) if isinstance(leaf, str))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -157,21 +157,17 @@ def collect_features(
         output = call[-1]  # After the module and its inputs.
         collected[number] = read(output if isinstance(output, Tensor) else output[at])
 
-    handles = []
-    for number in states:
-        # The last hidden state of transformers is the output of the final norm, which is that of the base model.
-        module = layers[number - 1] if number < len(layers) else model.base_model
-        handles.append(module.register_forward_hook(partial(collect, features.states, number, read_states, 0)))
-    for number in attentions:
-        attention = _find_attention(layers[number - 1])
-        # Attention modules return output and attention probabilities.
-        hook = partial(collect, features.attentions, number, read_attentions, 1)
-        handles.append(attention.register_forward_hook(hook))
-    try:
+    with ExitStack() as hooks:
+        for number in states:
+            # The last hidden state of transformers is the output of the final norm, which is that of the base model.
+            module = layers[number - 1] if number < len(layers) else model.base_model
+            hook = partial(collect, features.states, number, read_states, 0)
+            hooks.enter_context(module.register_forward_hook(hook))
+        for number in attentions:
+            # Attention modules return output and attention probabilities.
+            hook = partial(collect, features.attentions, number, read_attentions, 1)
+            hooks.enter_context(_find_attention(layers[number - 1]).register_forward_hook(hook))
         yield features
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def verify_layers(model: Any, *, attentions: bool) -> None:

@@ -80,10 +80,9 @@ def stage_state(
         The staged files, with the tasks that write and verify them.
     """
     staged, parts = saver.open(state.step, folder), learners.values()
-    is_shared = any(learner.layout.is_shared for learner in parts)
-    if is_shared or saver.is_main:
+    if saver.is_main or any(learner.layout.is_shared for learner in parts):
         held = [(dict(learner.parameters), dict(learner.optimizer.state)) for learner in parts]
-        saver.decide_to_copy(held, is_shared=is_shared)
+        saver.decide_to_copy(held)
     tasks: list[Task] = []
     for name, learner in learners.items():
         tasks += learner.layout.save_trained(staged / name, Trained(learner.parameters, learner.optimizer), saver)
@@ -102,7 +101,7 @@ def stage_state(
             if compares and saver.is_main:
                 compare_state(staged / f"{name}_scheduler.pt")
 
-    return Staged(staged, state.step, tasks, verify, is_shared=is_shared)
+    return Staged(staged, state.step, tasks, verify)
 
 
 def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:

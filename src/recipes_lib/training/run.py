@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -310,11 +310,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         if launch.is_main:
             # Later checkpoints were trained with other learning rates; the extended run writes its own.
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
-    checkpointing = ""
-    if not finished:
-        config, checkpointing = choose_checkpointing(config, launch)
-        if checkpointing:
-            say(f"activation checkpointing: {checkpointing}")
+    config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
+    if checkpointing:
+        say(f"activation checkpointing: {checkpointing}")
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
         hardware = describe_hardware(config)
@@ -394,10 +392,6 @@ def release_output_dirs() -> None:
         _CLAIMS.pop().close()
 
 
-def _affects_result(key: str) -> bool:
-    return not any(fnmatchcase(key, pattern) for pattern in read_harmless())
-
-
 def _choose_device(config: RecipeConfig, launch: Launch) -> RecipeConfig:
     """Return the configuration with ``use_cpu`` of the launch file.
 
@@ -455,7 +449,8 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     # Under these schedules, the learning rates are those of the evaluations.
     follows = plain_now.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
     names = before.keys() | plain_now.keys()
-    names = {name for name in names if _affects_result(name) or (follows and name.startswith("eval_"))}
+    harmless = {name for pattern in read_harmless() for name in fnmatch.filter(names, pattern)}
+    names -= {name for name in harmless if not (follows and name.startswith("eval_"))}
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)

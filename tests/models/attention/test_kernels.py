@@ -351,7 +351,7 @@ def test_context_parallelism_on_gpus_requires_half_precision() -> None:
     for half in ({"bf16": True}, {"fp16": True}, {"mixed_precision": "fp8"}):
         given: Any = SimpleNamespace(**{**vars(args), **half})
         chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), given, packing=True, context=share)
-        assert chosen == AttentionChoice("context", "rows", share)
+        assert chosen == AttentionChoice("context", "rows")
     with pytest.raises(ConfigError, match="context parallelism does not support a gemma2 model"):
         choose_attention(ModelConfig(dtype="float32"), CONFIGS["gemma2"], given, packing=True, context=share)
 

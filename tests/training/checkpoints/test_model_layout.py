@@ -91,11 +91,11 @@ def train(mesh, seed):
 @pytest.mark.parametrize("reads", ["replicated", "sharded"])
 @pytest.mark.parametrize("writes", ["replicated", "sharded"])
 def test_trained_parameters_load_across_layouts(mesh, tmp_path, writes, reads):
-    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
     (model, parameters, optimizer), place = train(mesh if writes == "sharded" else None, 0), tmp_path / "policy"
     layout = choose_learner_layout(model)
     assert layout.is_shared is (writes == "sharded")
-    saver.decide_to_copy((parameters, dict(optimizer.state)), is_shared=layout.is_shared)
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print, engine=layout.engine)
+    saver.decide_to_copy((parameters, dict(optimizer.state)))
     for task in layout.save_trained(place, Trained(parameters, optimizer), saver):
         task()
     layout.verify_trained(place, {"weight": model.weight.shape})

@@ -89,6 +89,16 @@ def test_manifest_keeps_run_facts_after_run_json_is_deleted(build, tmp_path):
     assert read_complete(tmp_path / "checkpoint-2")["run"] == run
 
 
+def test_manifest_of_replicated_checkpoint_lists_files_of_all_ranks(build, tmp_path, monkeypatch):
+    saver = build()
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    staged = stage(saver, 1, {"weight": torch.ones(3)})
+    (staged.folder / "rng_state_1.pth").write_bytes(bytes(8))
+    saver.save(staged)
+    saver.finish()
+    assert read_complete(tmp_path / "checkpoint-1")["files"].keys() == {"rng_state_1.pth", "state.pt"}
+
+
 def test_checkpoint_that_cannot_be_deleted_is_logged(build, tmp_path, lines, monkeypatch):
     monkeypatch.setattr(saver_module, "rotate", lambda *_: ["checkpoint-1 (Device or resource busy)"])
     saver = build(save_total_limit=1)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence, load_base
@@ -44,7 +45,8 @@ def assert_equals_full_logits(
     trained = [part for part in model.parameters() if part.requires_grad]
     expected = torch.autograd.grad(nll + coefficient * kl, trained)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    sums = divergence.score(model, inputs, batch["labels"]).result
+    positions = index_targets(batch["labels"][:, 1:])
+    sums = divergence.score(model, inputs, batch["labels"], positions).result
     loss = divergence.weigh(sums)
     torch.testing.assert_close(sums.divergence_sum, kl.detach(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(loss, nll + coefficient * kl, rtol=1e-5, atol=1e-4)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from accelerate.utils import convert_to_fp32
 from huggingface_hub import snapshot_download
 from peft import (
     LoraConfig,
@@ -396,14 +397,8 @@ def _train_whole_modules_in_float32(model: PeftModel) -> None:
         if dtype in (torch.bfloat16, torch.float16):
             for trained in wrapper.modules_to_save.values():
                 trained.float()
-                trained.register_forward_pre_hook(_widen_inputs)
+                trained.register_forward_pre_hook(lambda _module, inputs: convert_to_fp32(inputs))
                 trained.register_forward_hook(functools.partial(_narrow_output, dtype))
-
-
-def _widen_inputs(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        value.float() if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs
-    )
 
 
 def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -79,8 +79,6 @@ class AttentionChoice:
 
     implementation: str
     layout: Layout
-    context: ContextParallelGroup | None = None
-    """Context-parallel group; ``None`` without context parallelism."""
 
 
 def choose_attention(
@@ -115,7 +113,7 @@ def choose_attention(
             raise ConfigError(Problem("launch", found, "use a launch file with `mixed_precision: bf16`"))
         verify_context_parallel(model_config, context.size, by_heads=context.by_heads)
         register_context_parallel(context)
-        return AttentionChoice("context", "rows", context)
+        return AttentionChoice("context", "rows")
     return choose_kernel(
         model_config,
         config.attn_implementation,

@@ -218,18 +218,19 @@ def score_beside_record(
     inputs: Mapping[str, Any],
     labels: Tensor,
     objective: Objective,
-    positions: Tensor | None = None,
+    positions: Tensor,
 ) -> HeadOutput:
     """As ``score_beside_teacher``, with given outputs of the teacher at the targets, row by row.
 
     A tensor has the hidden states of a teacher whose output embedding is the student's, ``(N, D)``.
     """
-    chosen = index_targets(labels[:, 1:]) if positions is None else positions
 
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
         outputs = TeacherHead(teacher, weight.detach(), **options) if isinstance(teacher, Tensor) else teacher
-        supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], outputs, objective)
-        sums: DistillationSums = compute_distillation(pick_predictors(hidden, chosen), weight, supervision, **options)
+        supervision = DistillationTargets(labels[:, 1:].flatten()[positions], outputs, objective)
+        sums: DistillationSums = compute_distillation(
+            pick_predictors(hidden, positions), weight, supervision, **options
+        )
         return sums
 
     output: HeadOutput = student(**inputs, head=score)

@@ -6,8 +6,7 @@ Hidden states are replicated within a tensor-parallel group; the logits are voca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import torch
@@ -147,26 +146,10 @@ def distribute(model: PreTrainedModel, distribution: DistributedConfig) -> PreTr
     return distributed
 
 
-def was_sharded_on_loading(model: nn.Module) -> bool:
-    """Return whether transformers sharded a model on loading (tensor parallelism, with or without FSDP)."""
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
-
-
 def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:
     """Return the data-parallel group: one rank of each tensor-parallel group; ``None`` where all ranks are in it."""
     meshes = getattr(model, "_mesh_manager", None)
     return None if meshes is None else cast(distributed.ProcessGroup, meshes.get_mesh("fsdp").get_group())
-
-
-@contextmanager
-def saving_unsharded(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which ``save_pretrained`` does not gather shards, for a state that is gathered on the main rank."""
-    config: Any = model.config
-    distribution, config.distributed_config = getattr(config, "distributed_config", None), None
-    try:
-        yield
-    finally:
-        config.distributed_config = distribution
 
 
 def find_vocabulary_shard(weight: DTensor) -> VocabularyShard:

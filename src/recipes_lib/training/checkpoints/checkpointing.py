@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.files import inherit_read_permission
-from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
+from recipes_lib.models.inference import temporarily
 from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
@@ -69,7 +69,7 @@ class CheckpointingTrainer(Trainer):
         args: TrainingArguments = options["args"]
         # transformers 5.23 can save only the model if it was loaded with a tensor parallel plan, and refuses to train
         # without save_only_model. Our layout saves the optimizer as well.
-        args.save_only_model = was_sharded_on_loading(options["model"])
+        args.save_only_model = getattr(options["model"], "is_distributed_loading_by_transformers", False)
         super().__init__(**options)
         args.save_only_model = False
         self.add_callback(_ReadSteps)
@@ -181,9 +181,8 @@ class CheckpointingTrainer(Trainer):
         def stage(folder: str) -> Staged:
             # When saving, upstream exports callback states into the trainer state. They are restored, so that later
             # checkpoints are identical to those of a run without a dry run.
-            stored = copy.deepcopy(self.state.stateful_callbacks)
-            staged = self._stage(model, folder)
-            self.state.stateful_callbacks = stored
+            with temporarily(self.state, stateful_callbacks=copy.deepcopy(self.state.stateful_callbacks)):
+                staged = self._stage(model, folder)
             compare = partial(self.layout.compare, staged.folder, self.model, self._read_trained())
 
             def verify() -> None:
@@ -208,14 +207,11 @@ class CheckpointingTrainer(Trainer):
         self._disregard_unsaved()  # Stop requests and the start of a decay also save, between two ``save_steps``.
         step = self.state.global_step
         staged = self._saver.open(step, folder)
-        self._staging, self._tasks = staged.parent, []
+        self._tasks = []
         # transformers 5.23 takes a minute to write the log of a million steps, while training waits.
-        log, self.state.log_history = self.state.log_history, []
-        try:
-            with self._deleting_nothing():
-                Trainer._save_checkpoint(self, model, None)
-        finally:
-            self._staging, self.state.log_history = None, log
+        without_log = temporarily(self.state, log_history=[])
+        with temporarily(self, _staging=staged.parent), without_log, self._deleting_nothing():
+            Trainer._save_checkpoint(self, model, None)
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
             # Upstream builds this path from the folder that it writes to, which is the staging folder here.
             self.state.best_model_checkpoint = str(self._best_checkpoint)
@@ -228,16 +224,11 @@ class CheckpointingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         verify = partial(self.layout.build_verification(self.model), staged)
-        return Staged(staged, step, tasks, verify, is_shared=self.layout.is_shared)
+        return Staged(staged, step, tasks, verify)
 
-    @contextmanager
-    def _deleting_nothing(self) -> Iterator[None]:
+    def _deleting_nothing(self) -> AbstractContextManager[None]:
         """Disable upstream's deletion of old checkpoints; ``rotate`` deletes them once the new one is verified."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            yield
-        finally:
-            self.args.save_total_limit = limit
+        return temporarily(self.args, save_total_limit=None)
 
     def _has_updated(self) -> bool:
         """Return whether the last step updated the weights, so that the optimizer has any states that it will have."""
@@ -252,14 +243,15 @@ class CheckpointingTrainer(Trainer):
             if writes and self._has_updated():
                 # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
-                self._saver.decide_to_copy(states, is_shared=self.layout.is_shared)
+                self._saver.decide_to_copy(states)
             folder = Path(str(output_dir))
             tasks = self.layout.save_model(folder, self.model, self.processing_class, self._saver)
             if tasks is not None:
                 self._tasks += tasks
                 return
         elif (whole := self.layout.gather(self.model)) is not None:
-            with saving_unsharded(self.model):
+            # Otherwise ``save_pretrained`` would gather the shards of tensor parallelism again.
+            with temporarily(self.model.config, distributed_config=None):
                 self._save(output_dir, whole)
             return
         super().save_model(output_dir, _internal_call)
@@ -367,11 +359,8 @@ class CheckpointingTrainer(Trainer):
     def _build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """Build an optimizer for another model with this run's settings."""
         # ``create_optimizer`` returns the existing optimizer if the trainer has one.
-        own, self.optimizer = self.optimizer, None  # type: ignore[assignment]
-        try:
+        with temporarily(self, optimizer=None):
             return self.create_optimizer(model)
-        finally:
-            self.optimizer = own
 
     def _read_trained(self) -> Trained:
         return Trained(self.name_parameters(), self.optimizer)

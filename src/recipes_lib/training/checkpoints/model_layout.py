@@ -150,10 +150,7 @@ class ReplicatedLayout(ModelLayout):
     engine = ""
     is_shared = False
     writes_copies = True
-
-    def __init__(self) -> None:
-        """Start without a copy of the tokenizer."""
-        self._tokenizer: Any = None
+    _tokenizer: Any = None  # Copied for the first checkpoint.
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Copy the trainable weights; frozen ones are written from the model itself."""

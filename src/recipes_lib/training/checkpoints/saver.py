@@ -229,14 +229,12 @@ class Staged:
         step: Number of finished optimizer steps.
         tasks: Functions that write the remaining files, from host copies if training continues in the meantime.
         verify: Function that reopens the files that this process wrote.
-        is_shared: Whether all processes write files; otherwise only the main process does.
     """
 
     folder: Path
     step: int
     tasks: Sequence[Task]
     verify: Task
-    is_shared: bool = False
 
 
 class CheckpointSaver:
@@ -257,7 +255,8 @@ class CheckpointSaver:
         Args:
             args: Training arguments: output directory, retention; may have an attribute ``save_keep_steps``.
             say: Logger for messages to the user.
-            engine: Sharding engine: ``FSDP``, ``DEEPSPEED`` or empty.
+            engine: Sharding engine, under which every process writes its shards: ``FSDP`` or ``DEEPSPEED``; empty: only
+                the main process writes.
             data_size: Number of data-parallel ranks; 0: the world size.
         """
         self._data_size = data_size
@@ -294,20 +293,21 @@ class CheckpointSaver:
         PartialState().wait_for_everyone()
         return staged
 
-    def decide_to_copy(self, states: Any, *, is_shared: bool = False) -> None:
+    def decide_to_copy(self, states: Any) -> None:
         """Decide, once per run, whether host memory suffices for asynchronous saving; log if it does not.
+
+        Every process that writes must call.
 
         Args:
             states: All states that training changes: nested mappings and sequences of tensors.
-            is_shared: Whether every process copies its shards, and calls; otherwise only the main process does.
         """
         if self._copies is not None:
             return
         machine = platform.node()
         # Processes with the same host name share the memory of one machine.
-        num_copies = gather_objects(machine).count(machine) if is_shared else 1
+        num_copies = gather_objects(machine).count(machine) if self._engine else 1
         refusal = self._copy.explain_refusal(states, num_copies=num_copies)
-        if is_shared:
+        if self._engine:
             # All ranks must decide alike, because a shared save makes collective calls.
             refusal = next(filter(None, gather_objects(refusal)), None)
             # A separate process group: collectives of the training and the writer thread in one group would be matched
@@ -346,25 +346,14 @@ class CheckpointSaver:
 
         self._write(staged, then=finish)
 
-    def dry_run(
-        self,
-        stage: Callable[[str], Staged],
-        count: Callable[[], int],
-        *,
-        num_steps: int,
-        num_epochs: float | None,
-        model_bytes: int,
-        num_protected: int = 0,
-    ) -> None:
+    def dry_run(self, stage: Callable[[str], Staged], count: Callable[[], int], **facts: Any) -> None:
         """Save a checkpoint, verify it, measure it and delete it; every process must call.
 
         Args:
             stage: Stages a checkpoint in the given folder; its ``verify`` also compares files with the live state.
             count: Returns the expected bytes of a checkpoint, before one is written.
-            num_steps: Number of optimizer steps of the run.
-            num_epochs: Epochs of the run; ``None`` if unknown, as with streaming.
-            model_bytes: Size of the final model in bytes.
-            num_protected: Number of checkpoints that are kept in addition to ``save_total_limit``.
+            **facts: Arguments of ``plan_disk`` about the run: ``num_steps``, ``num_epochs``, ``model_bytes`` and
+                ``num_protected``.
 
         Raises:
             ConfigError: The disk cannot hold the checkpoints that the run will keep, or cannot rename folders, or
@@ -374,15 +363,8 @@ class CheckpointSaver:
         began = time.perf_counter()
         # ``checkpoint-0``, the target of rollbacks, may still be in the writer thread.
         self.finish()
-        plan: Callable[[int], DiskPlan] = partial(
-            plan_disk,
-            model_bytes=model_bytes,
-            num_steps=num_steps,
-            num_epochs=num_epochs,
-            training=self._args.to_dict(),  # type: ignore[no-untyped-call]
-            keep_every=self._keep_every,
-            num_protected=num_protected,
-        )
+        facts |= {"training": self._args.to_dict(), "keep_every": self._keep_every}  # type: ignore[no-untyped-call]
+        plan: Callable[[int], DiskPlan] = partial(plan_disk, **facts)
         if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
@@ -414,7 +396,7 @@ class CheckpointSaver:
         if not (names := ", ".join(sorted({*filter(None, machines)}))):
             return
         found, remedy = f"{names} does not see checkpoints", "put output_dir on storage that all machines share"
-        if staged.is_shared:  # Of which every machine writes its shards.
+        if self._engine:  # Of which every machine writes its shards.
             raise ConfigError(Problem("output_dir", found, remedy))
         self._say(f"no resume: {found}; {remedy}")
 
@@ -433,55 +415,49 @@ class CheckpointSaver:
             self._say(f"the last checkpoint could not be written: {failure}")
 
     def _write(self, staged: Staged, then: Task) -> None:
-        """Write the remaining files, verify them and write the manifest; in the thread if there is a host copy."""
-        if not (staged.is_shared or self.is_main):
+        """Write the remaining files, verify them and write the manifest; in the thread if there is a host copy.
+
+        Each process writes and verifies its files in parallel; the main process writes the manifest from all results.
+        """
+        if not (self._engine or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
         # Files that exist before the tasks run. If the folder is deleted now, tasks create it again without them, which
-        # ``_complete`` detects.
+        # ``complete`` detects.
         written = [path for path in staged.folder.rglob("*") if path.is_file()] if self.is_main else []
 
-        def job() -> None:
-            if staged.is_shared:
-                self._complete_together(staged, written, facts)
-            else:
-                for task in staged.tasks:
-                    task()
-                staged.verify()
-                _complete(staged.folder, written, facts)
+        def complete(files: Mapping[str, Any]) -> None:
+            if gone := [path for path in written if not path.exists()]:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
             if self.is_main:
-                then()
-
-        if self.group if staged.is_shared else self._copies:
-            self._writer.submit(job)
-        else:
-            job()
-
-    def _complete_together(self, staged: Staged, written: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        """Write and verify each process's files in parallel; the main process writes the manifest from all results.
-
-        A failure on one process is raised on all of them, so that none waits forever.
-        """
-
-        def do_own_share() -> dict[str, Any]:
-            for task in staged.tasks:
-                task()
-            staged.verify()
-            return flush_files(staged.folder, self._args.process_index, self._args.world_size)
-
-        def complete() -> None:
-            if self.is_main:
-                _complete(staged.folder, written, facts, files)
+                write_complete(staged.folder, files, **facts)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
-        # Two rounds: the manifest is written after all files are flushed, and verified before the folder is renamed.
-        files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
-        self._do_together(complete)
+        def job() -> None:
+            # Two rounds: the manifest is written after all files are flushed, and verified before the rename.
+            shares = self._do_together(partial(self._write_share, staged))
+            self._do_together(partial(complete, {name: file for share in shares for name, file in share.items()}))
+            if self.is_main:
+                then()
+
+        if self.group if self._engine else self._copies:
+            self._writer.submit(job)
+        else:
+            job()
+
+    def _write_share(self, staged: Staged) -> dict[str, Any]:
+        """Write and verify the remaining files of this process, flush them, and return their sizes and hashes."""
+        for task in staged.tasks:
+            task()
+        staged.verify()
+        # A main process that writes alone also flushes the random states of the others.
+        share = (self._args.process_index, self._args.world_size) if self._engine else (0, 1)
+        return flush_files(staged.folder, *share)
 
     def _do_together(self, do: Task) -> list[Any]:
-        """Run a job on every process and return the results by rank; raise on all processes if one failed.
+        """Run a job on every process that writes, and return the results by rank; raise on all of them if one failed.
 
         Raises:
             BrokenSaveError: The job failed on another process.
@@ -491,7 +467,8 @@ class CheckpointSaver:
             result = do()
         except Exception as error:  # Raised after the collective call, which the other ranks wait in.
             failure = error
-        outcomes = gather_objects((result, failure and f"{type(failure).__name__}: {failure}"), self.group)
+        outcome = result, failure and f"{type(failure).__name__}: {failure}"
+        outcomes = gather_objects(outcome, self.group) if self._engine else [outcome]
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
@@ -513,19 +490,6 @@ class CheckpointSaver:
             # Lets a run resume if its run.json is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }
-
-
-def _complete(
-    folder: Path, written: Sequence[Path], facts: Mapping[str, Any], files: Mapping[str, Any] | None = None
-) -> None:
-    """Write the manifest (``write_complete``) if the files from before the tasks still exist.
-
-    Raises:
-        FileNotFoundError: One of them was deleted in the meantime.
-    """
-    if gone := [path for path in written if not path.exists()]:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
-    write_complete(folder, files, **facts)
 
 
 def write_state(state: Any, path: Path) -> None:

@@ -293,11 +293,7 @@ def _widen(state: Tensor) -> Tensor:
     values = parts["qmap"]
     parts["qmap"] = torch.where(values == values.min(), -values.max(), values) if values.min() < 0 else values
     kind: Any = type(local)
-    wide: Tensor = kind.__tensor_unflatten__(parts, context).dequantize(torch.float32)
-    if isinstance(state, DTensor):
-        wrap: Any = partial(DTensor, requires_grad=False)
-        wide = wrap(wide, state._spec)
-    return wide
+    return _wrap(kind.__tensor_unflatten__(parts, context).dequantize(torch.float32), state)
 
 
 def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -315,12 +311,14 @@ def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Ite
     """Return host copies of the local shards, wrapped as ``DTensor`` of the same placements."""
     local = {name: get_local(tensor).detach() for name, tensor in tensors.items()}
     copied = saver.take(local, unchanging=unchanging)
-    # The constructor, because ``DTensor.from_local`` moves the copy back to the device of the mesh.
+    return {name: _wrap(copied[name], tensor) for name, tensor in tensors.items()}
+
+
+def _wrap(local: Tensor, like: Tensor) -> Tensor:
+    """Return a local shard as ``DTensor`` of the same placements as ``like``, if that is one."""
+    # The constructor, because ``DTensor.from_local`` moves the shard to the device of the mesh.
     wrap: Any = partial(DTensor, requires_grad=False)
-    return {
-        name: wrap(copied[name], tensor._spec) if isinstance(tensor, DTensor) else copied[name]
-        for name, tensor in tensors.items()
-    }
+    return wrap(local, like._spec) if isinstance(like, DTensor) else local
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group = None) -> None:

@@ -103,7 +103,8 @@ def build_prompts(
         if answer.start > longest:
             num_too_long += 1
         else:
-            prompts.append(_cut_example(input_ids, answer, tokenizer))
+            prompt, reference = input_ids[: answer.start], tokenizer.decode(input_ids[answer], skip_special_tokens=True)
+            prompts.append(Prompt(prompt.tolist(), str(tokenizer.decode(prompt)), str(reference)))
         if len(prompts) == config.num_sample_prompts:
             break
     if num_too_long:
@@ -125,15 +126,6 @@ def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:
     # The first answer only: the later turns of a chat are not part of it.
     gaps = np.flatnonzero(~is_target[start:])
     return slice(start, start + int(gaps[0]) if len(gaps) else len(is_target))
-
-
-def _cut_example(input_ids: npt.NDArray[np.uint32], answer: slice, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    prompt = input_ids[: answer.start]
-    return Prompt(
-        input_ids=prompt.tolist(),
-        text=str(tokenizer.decode(prompt)),
-        reference=str(tokenizer.decode(input_ids[answer], skip_special_tokens=True)),
-    )
 
 
 @dataclass(frozen=True, slots=True)

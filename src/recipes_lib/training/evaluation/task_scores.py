@@ -109,22 +109,19 @@ class EvaluateTasks(TrainerCallback):
         from recipes_lib.evaluation.harness import read_scores, run_tasks
 
         unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-        beat = unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat())
-        try:
-            with (
-                # lm-eval draws random numbers even when a task's name is read.
-                preserve_training_state(unwrapped),
-                contextlib.redirect_stderr(_WithoutBars(sys.stderr)),
-                tempfile.TemporaryDirectory() as folder,
-            ):
-                tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
-                engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
-                remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
-                results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
-                remembering.close()
-                members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
-        finally:
-            beat.remove()
+        with (
+            unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat()),
+            # lm-eval draws random numbers even when a task's name is read.
+            preserve_training_state(unwrapped),
+            contextlib.redirect_stderr(_WithoutBars(sys.stderr)),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
+            engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
+            remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
+            results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
+            remembering.close()
+            members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
         return {
             f"{name}_{metric.replace(', ', '_')}": score["value"]
             for name, found in {**(results.get("groups") or {}), **results["results"]}.items()

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.losses.distillation import DistillationSums, Objective
-from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.adapters.lora import adapters_off
 from recipes_lib.models.heads.loss_head import HeadOutput, pick_predictors, score_beside_record, score_beside_teacher
 from recipes_lib.models.loading import load_causal_lm
@@ -47,29 +46,25 @@ class BaseDivergence:
         if self.model is not None:
             self.model = prepare_frozen(accelerator, self.model)
 
-    def score(
-        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor | None = None
-    ) -> HeadOutput:
+    def score(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor) -> HeadOutput:
         """Run both models on a batch.
 
         Args:
             model: Trained model with a loss head, wrapped or not.
             inputs: Keyword arguments of the model, such as ``input_ids``, ``int64 (B, T)``.
             labels: Unshifted targets, ``int64 (B, T)``, negative where there is no target.
-            positions: Flat positions of the predictors (``score_beside_teacher``); ``None``: those of all targets.
+            positions: Indices of the targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``.
 
         Returns:
             Output whose ``result`` is a ``DistillationSums``, to be passed to ``weigh``.
         """
         if self.model is not None:
             return score_beside_teacher(model, self.model, inputs, labels, self._objective, positions)
-        # Flat indices (N,) of the predictors, the tokens before the targets.
-        chosen = index_targets(labels[:, 1:]) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
             # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks.
-            states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
+            states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, positions)).result
         # The output projection has no adapter, so it equals the base's.
-        return score_beside_record(model, states, inputs, labels, self._objective, chosen)
+        return score_beside_record(model, states, inputs, labels, self._objective, positions)
 
     def weigh(self, sums: DistillationSums) -> Tensor:
         """Return the sum over targets of cross-entropy and weighted divergence, in nats; differentiable."""

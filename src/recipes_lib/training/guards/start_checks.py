@@ -23,6 +23,7 @@ from recipes_lib.models.inference import (
     find_logit_shift,
     measure_rounding,
     preserve_training_state,
+    temporarily,
 )
 from recipes_lib.planning.schedule import verify_schedule
 from recipes_lib.training.collectives import is_any
@@ -333,17 +334,11 @@ def _compute_losses(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> tu
     batches, num_terms = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
     trainer.current_gradient_accumulation_steps = len(batches)
     # The load-balancing loss of experts is not a sum over rows.
-    coefficient, trainer.router_aux_loss_coef = trainer.router_aux_loss_coef, 0.0
-    try:
-        with trainer.compute_loss_context_manager():
-            losses: list[Any] = [
-                trainer.compute_loss(
-                    trainer.model_wrapped, trainer._prepare_inputs(batch), num_items_in_batch=num_terms
-                )
-                for batch in batches
-            ]
-    finally:
-        trainer.router_aux_loss_coef = coefficient
+    with trainer.compute_loss_context_manager(), temporarily(trainer, router_aux_loss_coef=0.0):
+        losses: list[Any] = [
+            trainer.compute_loss(trainer.model_wrapped, trainer._prepare_inputs(batch), num_items_in_batch=num_terms)
+            for batch in batches
+        ]
     # Every process computes the same rows, and its loss is multiplied by the world size: the mean is the loss.
     reduced: Tensor = trainer.accelerator.reduce(torch.stack(losses).float(), reduction="mean")
     return reduced, num_terms

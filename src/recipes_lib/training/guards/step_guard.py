@@ -101,7 +101,7 @@ class SpikeMonitor:
         losses, log_norms = (self._windows.setdefault(name, deque(maxlen=WINDOW)) for name in names)
         spike = None
         if len(losses) >= MIN_STEPS:
-            spike = _find_loss_spike(losses, loss) or _find_log_spike("grad_norm", log_norms, log_norm)
+            spike = _find_loss_spike(losses, loss) or _find_spike("grad_norm", log_norms, log_norm)
         # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
         losses.append(loss)
         log_norms.append(log_norm)
@@ -118,25 +118,22 @@ class SpikeMonitor:
 
 def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
     if min(*before, loss) > 0:
-        return _find_log_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
+        return _find_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
     median = statistics.median(before)
     upper = statistics.quantiles(before, n=10, method="inclusive")[-1]
-    return _find_spike("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
+    return _find_spike("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)), float)
 
 
-def _find_log_spike(figure: str, before: Sequence[float], value: float) -> Spike | None:
-    """Compare logarithms; return a spike in the original unit."""
-    # A difference of FLOOR in logarithms is a ratio of about 1 + FLOOR.
-    spike = _find_spike(figure, before, value, FLOOR)
-    return spike and Spike(figure, *map(math.exp, (spike.value, spike.median, spike.threshold)))
-
-
-def _find_spike(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
-    # Median and MAD tolerate outliers in up to half of the window.
+def _find_spike(
+    figure: str, before: Sequence[float], value: float, floor: float = FLOOR, undo: Callable[[float], float] = math.exp
+) -> Spike | None:
+    """Compare a value, by default a logarithm, with earlier ones; ``undo`` returns it to the unit of the spike."""
+    # A difference of FLOOR in logarithms is a ratio of about 1 + FLOOR. Median and MAD tolerate outliers in up to half
+    # of the window.
     median = statistics.median(before)
     deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
     threshold = median + FACTOR * deviation
-    return Spike(figure, value, median, threshold) if deviation and value > threshold else None
+    return Spike(figure, *map(undo, (value, median, threshold))) if deviation and value > threshold else None
 
 
 STATE_KEY: Final = "recipes_lib_spikes"
@@ -144,11 +141,7 @@ STATE_KEY: Final = "recipes_lib_spikes"
 
 
 class _SpikedError(Exception):
-    """Leaves upstream's training loop before the update of a spike, to restart it from a checkpoint."""
-
-    def __init__(self, rollback: Rollback) -> None:
-        super().__init__(str(rollback))
-        self.rollback = rollback
+    """Leaves upstream's training loop before the update of a spike, to restart it by the ``Rollback`` in ``args``."""
 
 
 class StepGuard(TrainerCallback):
@@ -185,7 +178,7 @@ class StepGuard(TrainerCallback):
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint)
             except _SpikedError as spiked:
-                rollback = spiked.rollback
+                (rollback,) = spiked.args
             # Outside of the handler, so that the exception and its frames, which hold the step's tensors, are freed.
             resume_from_checkpoint = self._go_back(rollback)
 

@@ -54,7 +54,7 @@ class Blocked:
     def applies(self, keys: Keys, launch: Launch) -> bool:
         """Return whether this combination applies to a recipe and a launch."""
         holding = _list_conditions(keys, launch)
-        if not all(any(_holds(name, holding) for name in part.split(" or ")) for part in self.when.split(", ")):
+        if not all(any(holding[name] for name in part.split(" or ")) for part in self.when.split(", ")):
             return False
         if self.condition:
             return bool(holding[self.condition])
@@ -103,12 +103,12 @@ def _copies_policy(keys: Keys) -> bool:
 
 
 def _list_conditions(keys: Keys, launch: Launch) -> dict[str, object]:
-    """Return whether each condition of ``compatibility.yaml`` holds, by its name there."""
+    """Return whether each condition of ``compatibility.yaml`` and its negation, ``no NAME``, hold, by their names."""
     layout, stages, engine = launch.layout, launch.layout.pipeline_stages, launch.engine
     schedule = layout.schedule if stages > 1 else ""
     num_batches = int(keys.get("gradient_accumulation_steps", 1))
     is_all_float32 = launch.precision == "no" and keys.get("bf16") is False and not keys.get("fp16")
-    return {
+    conditions = {
         **{name: launch.precision == name for name in ("bf16", "fp16", "fp8")},
         **{axis: axis in layout.sizes for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
         "engine": engine,
@@ -141,10 +141,7 @@ def _list_conditions(keys: Keys, launch: Launch) -> dict[str, object]:
         "fewer micro-batches than pipeline stages": num_batches < stages,
         "micro-batches not in groups of pipeline stages": num_batches % stages,
     }
-
-
-def _holds(name: str, holding: Mapping[str, object]) -> bool:
-    return not holding[name.removeprefix("no ")] if name.startswith("no ") else bool(holding[name])
+    return conditions | {f"no {name}": not holds for name, holds in conditions.items()}
 
 
 BLOCKED: Final = tuple(

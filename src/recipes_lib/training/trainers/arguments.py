@@ -215,7 +215,7 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
         timeout = timedelta(seconds=arguments.get("ddp_timeout", TrainingArguments.ddp_timeout))
         torch.distributed.init_process_group(backend or "gloo", timeout=timeout)
     try:
-        args = _OF_RECIPE[config.recipe][0](**arguments)
+        return _OF_RECIPE[config.recipe][0](**arguments)
     except ValueError as error:
         # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
         key = next((name for name in config.training if name in str(error)), "training arguments")
@@ -223,7 +223,6 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
     except NotImplementedError as error:
         # accelerate refuses several RTX 40 GPUs with a driver before 550, also for one process.
         raise ConfigError(Problem("launch", str(error), "update the driver, or start by `recipes launch`")) from error
-    return args
 
 
 def get_compute_dtype(args: TrainingArguments) -> torch.dtype:

@@ -108,7 +108,7 @@ class SFTTrainer(NextTokenTrainer):
         """Return the loss of ``NextTokenTrainer``, plus the weighted divergence to the base model."""
         if self.base is None:
             return super().score_batch(model, inputs)
-        labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS, None)
+        labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS)
         outputs = self.base.score(model, inputs, labels, positions)
         sums: DistillationSums = outputs.result
         loss_sum, figures = self.base.weigh(sums), {KL_TO_BASE: sums.divergence_sum}

@@ -24,7 +24,7 @@ from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.attention.kernels import explain_choice
-from recipes_lib.models.inference import unwrap_adapter
+from recipes_lib.models.inference import temporarily, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.schedule import StepPlan, compute_steps
@@ -335,16 +335,10 @@ class RecipeTrainer(CheckpointingTrainer):
     @contextlib.contextmanager
     def uncounted_pass(self) -> Iterator[None]:
         """Context in which forward and backward passes do not count as training."""
-        stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
-        saved = {name: getattr(self, name) for name in stand_ins}
-        vars(self).update(stand_ins)
         # Losses of the pass are appended to a separate list; a load-balancing loss keeps the weight of the real step.
-        self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
-        try:
+        inputs = StepInputs(num_tokens=self.guard.inputs.num_tokens)
+        with temporarily(self, **self.build_stand_ins()), temporarily(self.guard, inputs=inputs):
             yield
-        finally:
-            vars(self).update(saved)
-            self.guard.inputs = inputs
 
     def build_stand_ins(self) -> dict[str, Any]:
         """Return temporary values of the attributes that accumulate over steps, for an uncounted pass."""

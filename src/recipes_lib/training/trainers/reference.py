@@ -131,7 +131,9 @@ class ReferenceLogps:
             is_resumed: Whether to take the run's own ones even if they have another key, as those that a machine with
                 another attention kernel or another version of the code has computed.
         """
-        found = broadcast_object(self._read(is_resumed=is_resumed) if get_rank() == 0 else None)
+        places = self._places.items() if get_rank() == 0 else ()
+        read = (self._read_from(*place, any_key=is_resumed) for place in places)
+        found = broadcast_object(next(filter(None, read), None))
         for name, logps in (found or {}).items():
             self.rows[name].logps[:] = logps
         return found is not None
@@ -196,10 +198,6 @@ class ReferenceLogps:
                 allowed.append(rounding.cpu())
         difference, limit = torch.cat(differences, dim=1), torch.cat(allowed, dim=1)
         return broadcast_object((float(difference.max()), bool((difference <= limit).all())))
-
-    def _read(self, *, is_resumed: bool) -> dict[str, _Logps] | None:
-        read = (self._read_from(*place, any_key=is_resumed) for place in self._places.items())
-        return next(filter(None, read), None)
 
     def _read_from(self, root: Path, name: str, *, any_key: bool = False) -> dict[str, _Logps] | None:
         """Log-probabilities of each set; ``None`` if missing, damaged, or of another key or number of pairs."""
