@@ -177,9 +177,8 @@ def _judge(
     rows = [row for row in read_lines(path) if row is not None]
     if missing := [row for row in rows if row["winner"] is None]:
         # The reason may be a refused request, a truncated text or an answer too long for a reward model.
-        reason = json.dumps(missing[0]["details"], ensure_ascii=False)[:200]
-        found = f"{len(missing):,} of {len(rows):,} questions have no verdict, {missing[0]['question_id']} first: {reason}"
-        progress.say(f"warning: {path.name}: {found}")
+        reason = f"{missing[0]['question_id']} first: {json.dumps(missing[0]['details'], ensure_ascii=False)[:200]}"
+        progress.say(f"warning: {path.name}: {len(missing):,} of {len(rows):,} questions have no verdict, {reason}")
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens
 
