@@ -216,7 +216,7 @@ def staging_folder(place: Path) -> Iterator[Path]:
     Raises:
         ConfigError: Another process prepares ``place``, or the folder cannot be created.
     """
-    staging = place.with_name(f".{place.name}.partial")
+    staging = place.parent / f".{place.name}.partial"  # Not `with_name`, which raises for the root.
     lock = staging.with_name(f"{staging.name}.lock")
     with explain_write_errors(place, "name another place"):
         staging.parent.mkdir(parents=True, exist_ok=True)

@@ -218,7 +218,8 @@ def test_corpus_has_sources_removals_and_benchmarks(tmp_path):
 def test_missing_or_damaged_corpus_manifest_is_no_error(tmp_path):
     assert list(describe_corpus({"dataset_name": "owner/chats"})) == []
     assert list(describe_corpus({})) == []
-    for text in ("{", '{"documents": 1, "steps": {"read": 3}, "sources": [4]}'):
+    for steps in ('{"read": 3}', "{}", "{"):
+        text = f'{{"documents": 1, "steps": {steps}, "sources": [4]}}'
         (tmp_path / "corpus.json").write_text(text)
         facts = list(describe_corpus({"dataset_name": str(tmp_path)}))
         assert facts == [(tmp_path.name, "its manifest cannot be read")]
