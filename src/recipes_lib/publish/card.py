@@ -287,7 +287,7 @@ def describe_corpus(config: Record) -> Iterator[Row]:
 
 
 def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
-    read = next(iter(manifest["steps"].values()), {})["documents_in"]
+    read = next(iter(manifest["steps"].values()), dict[str, int]())["documents_in"]
     yield name, f"{manifest['documents']:,} of {read:,} documents"
     for source in manifest["sources"]:
         size, licence = f"{source['documents']:,} documents", f"licence {source['license'] or 'not stated'}"
