@@ -385,7 +385,8 @@ def list_figures(output: Path) -> dict[str, float]:
     """Return the metrics of an output by name, from evaluations, ``run.json`` and ``metrics.jsonl``.
 
     Names are ``eval_loss`` or ``loss`` for metrics, the last value of each, of evaluations that of the output's model;
-    ``gsm8k.exact_match`` for scores of a benchmark or group; dotted keys for nested values. NaN is included.
+    ``arc_easy.acc`` for scores of a benchmark or group, with the filter if there is one (``gsm8k.exact_match,
+    strict-match``); dotted keys for nested values. NaN is included.
 
     Args:
         output: Folder of a run or of ``recipes eval``.
