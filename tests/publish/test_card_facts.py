@@ -140,6 +140,9 @@ def test_limits_list_all_warnings():
     ):
         assert words in limits
     assert "fine" not in limits
+    assert "answers were not measured." in limits
+    scores = {"truthfulqa_mc1": {"scores": {"acc": {"value": 0.5, "stderr": None}}}}
+    assert "not measured, but for the benchmarks above." in " ".join(list_limits(record(scores=scores), {}))
     good = record(git_commit=COMMIT, config={"dataset_revision": COMMIT})
     measured, licence = list_limits(good, {"eval_loss": 1.0})
     assert "were not measured" in measured
