@@ -214,12 +214,13 @@ def staging_folder(place: Path) -> Iterator[Path]:
         place: File or folder that the block prepares; only one process does so at a time.
 
     Raises:
-        ConfigError: Another process prepares ``place``.
-        OSError: The folder cannot be created.
+        ConfigError: Another process prepares ``place``, or the folder cannot be created.
     """
-    staging = place.with_name(f".{place.name}.partial")
-    staging.parent.mkdir(parents=True, exist_ok=True)
+    staging = place.parent / f".{place.name}.partial"  # Not `with_name`, which raises for the root.
     lock = staging.with_name(f"{staging.name}.lock")
+    with explain_write_errors(place, "name another place"):
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
     with lock.open("a", encoding="utf-8") as file:
         if try_lock(file) is False:
             raise ConfigError(Problem(str(place), "is being written by another process", "wait until it ends"))
@@ -237,8 +238,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
 
     Raises:
-        ConfigError: ``folder`` is a file or not empty, or another process writes it.
-        OSError: The folder cannot be created.
+        ConfigError: ``folder`` is a file or not empty, cannot be created, or another process writes it.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
     with staging_folder(folder) as staging:

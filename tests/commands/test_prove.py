@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from recipes_lib.proving import checks
 from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
 from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 QUICK = ("environment", "synchronisations", "gpus")
 """Checks that take no time on a CPU: one passes, those of GPUs are skipped."""
@@ -87,11 +89,15 @@ def test_page_is_written_after_each_check(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupt(bench: Bench) -> Mapping[str, Any]:
         raise KeyboardInterrupt
 
-    listed = [Check("one", "is quick", lambda _: {}), Check("two", "is interrupted", interrupt)]
+    def watch(bench: Bench) -> Mapping[str, Any]:
+        return {"phase": WATCHDOG.phase, "watched": "watchdog" in {thread.name for thread in threading.enumerate()}}
+
+    listed = [Check("one", "is quick", watch), Check("two", "is interrupted", interrupt)]
     monkeypatch.setattr(checks, "list_checks", lambda: listed)
     with pytest.raises(KeyboardInterrupt):
         prove.main(["--output", str(tmp_path)])
-    assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()
+    assert "| one | is quick | passed |" in (page := (tmp_path / prove.PAGE).read_text())
+    assert "phase the check one, watched True" in page, "a check that hangs would never end"
     listed.append(Check("three", "is asked for", lambda _: {}))
     assert prove.main(["--output", str(tmp_path), "--only", "three"]) == EXIT_DONE
     assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()

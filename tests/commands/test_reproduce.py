@@ -124,6 +124,8 @@ def test_explicit_null_overrides_default_limit(run, record, tmp_path):
         ({"versions": {"python": "3.4", "torch": "1.0"}}, ["python was 3.4", "torch was 1.0 and is"]),
         ({"git_commit": "a" * 40}, [f"commit {'a' * 40} and is at {COMMIT}"]),
         ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 recipes/sft.py"]),
+        # Ranks that shared rows, as under tensor parallelism.
+        ({"num_processes": 8, "rows_per_step": 4}, ["a step had 4 rows, and has 64 in data", "recipes launch"]),
     ],
 )
 def test_differences_of_environment_are_reported(run, changes, words):

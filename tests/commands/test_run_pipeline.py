@@ -232,7 +232,7 @@ def test_plan_hours_and_cost_follow_flops(tmp_path: Path) -> None:
     )
     total = float(lines[4][-1].replace(",", ""))
     assert total == pytest.approx(float(cost.replace(",", "")) + float(sft_cost.replace(",", "")), abs=0.02)
-    assert lines[-1] == ["without", "the", "time", "of", "scores"]
+    assert lines[-1][:5] == ["without", "the", "time", "of", "scores:"]
     assert not (tmp_path / "out").exists()
 
 
@@ -274,7 +274,7 @@ def test_plan_of_unknown_length_has_no_hours(changes: dict[str, dict[str, object
         document["stages"][stage]["set"] |= keys
     path.write_text(json.dumps(document))
     *lines, note = plan_stages(path, "H100", 2, None)
-    assert note == f"without the time of {', '.join(changes)}, scores"
+    assert note.startswith(f"without the time of {', '.join(changes)}, scores: set max_steps")
     assert any(line.startswith("in all") for line in lines) == (len(changes) == 1)  # No sum of nothing.
 
 
@@ -290,7 +290,7 @@ def test_configurations_and_models_that_commands_will_write_are_unknown(recipes,
     path.write_text(json.dumps(document))
     recipes("run", path, "--check", "--keys")
     *_, note = plan_stages(path, "H100", None, None)
-    assert note == "without the time of scores, keys, written, merged, of-scores, of-written, of-of-scores"
+    assert note.startswith("without the time of scores, keys, written, merged, of-scores, of-written, of-of-scores:")
 
 
 def test_plan_reports_invalid_keys_but_not_stages_that_follow(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -76,6 +77,23 @@ def test_changed_policy_or_parameters_are_rejected(run, policy, tmp_path):
             run(**{key: value})
     with pytest.raises(ConfigError, match="--num_answers: is 1"):
         run(num_answers=1)
+
+
+@pytest.mark.parametrize("timeout", ["null", 60.0])
+def test_changed_code_or_arguments_of_rewards_are_rejected(run, tmp_path, monkeypatch, timeout):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "def build(low):\n    return lambda *, completions, **_: [low + {} * len(text) for text in completions]\n"
+
+    def call(factor, low):
+        (tmp_path / "graded.py").write_text(code.format(factor))
+        monkeypatch.delitem(sys.modules, "graded", raising=False)
+        run(reward_funcs=f"[graded:build(low={low})]", reward_timeout=timeout)
+
+    call(1, 1)
+    for changed in ((22, 1), (1, 2)):
+        with pytest.raises(ConfigError, match="prompts, rewards or settings"):
+            call(*changed)
 
 
 def answers(*scores):

@@ -22,7 +22,7 @@ from tenacity import wait_none
 from tests.evaluation.chat_endpoint import ChatEndpoint
 from tests.evaluation.test_harness import change_config
 from tests.forked import ROOT, Launch, run_script
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.config.evaluation import EvalConfig
@@ -436,6 +436,25 @@ def test_vllm_has_room_for_the_rank_of_an_adapter(
     options = engines.build_engine(config, describe_model(config)).options
     assert (options["pretrained"], options["lora_local_path"]) == (str(model), str(folder))
     assert options["max_lora_rank"] == expected
+
+
+def test_adapter_answers_end_at_its_own_stop_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EvalConfig(model_name_or_path=str(save_adapter(model, tmp_path / "adapter")), use_cpu=True)
+
+    def generate() -> list[int]:
+        network = engines.build_engine(config, describe_model(config)).model
+        return list(network.generate(torch.tensor([[5, 6]]), max_new_tokens=8, do_sample=False)[0, 2:].tolist())
+
+    free = generate()
+    stop = next(token for token in free if token != free[0])
+    GenerationConfig(eos_token_id=stop).save_pretrained(tmp_path / "adapter")
+    assert generate() == free[: free.index(stop) + 1]
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
+    options = engines.build_engine(replace(config, engine="vllm"), describe_model(config)).options
+    assert options["generation_config"] == str(tmp_path / "adapter")
 
 
 def test_hub_adapter_is_loaded_at_its_revision(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

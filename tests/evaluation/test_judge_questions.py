@@ -148,11 +148,11 @@ def test_mismatched_answers_are_refused(tmp_path: Path, rows: list[Any], found: 
 
 
 def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "q.jsonl", [{"prompt": "a"}])
-    with path.open("a") as file:
-        file.write('{"prompt": ')
-    with pytest.raises(DataError, match=r"q\.jsonl:2: is not a JSON object"):
-        load_questions(path)
+    path = tmp_path / "q.jsonl"
+    for line, found in (("[1]", "is not a JSON object"), ('{"prompt": "\\ud83d"}', "holds half a surrogate pair")):
+        path.write_text(f'{{"prompt": "\\ud83d\\ude00"}}\n{line}')
+        with pytest.raises(DataError, match=rf"q\.jsonl:2: {found}"):
+            load_questions(path)
     with pytest.raises(DataError, match="missing or empty"):
         load_questions(tmp_path / "absent.jsonl")
 

@@ -109,6 +109,9 @@ def test_folder_without_valid_samples_is_refused(tmp_path: Path, text: str) -> N
     (tmp_path / "a" / "samples.jsonl").write_text(text)
     with pytest.raises(DataError, match=r"samples.jsonl:1.* is "):
         compare_folders([tmp_path / "a", tmp_path / "a"])
+    (write(tmp_path / "b", [1.0]) / "eval.json").write_text('{"tasks": {}, "groups": {}, "model": []}')
+    with pytest.raises(DataError, match="one holds other values than an evaluation"):
+        compare_folders([tmp_path / "b", tmp_path / "b"])
 
 
 def test_group_is_compared_by_its_mean(tmp_path: Path) -> None:

@@ -408,10 +408,14 @@ def test_list_figures_reads_records_and_metrics(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "done", "memory": {"peak": 7}}')
     (tmp_path / "eval" / "eval.json").write_text('{"tasks": {"gsm8k": {"scores": {"exact_match": {"value": 0.4}}}}}')
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 3, "acc": 0.9}\n{"step": 2, "loss": 2, "is_best": true}\n'
+        '{"step": 1, "loss": 3, "acc": 0.9}\n{"step": 2, "eval_loss": 0.5}\n{"step": 2, "loss": 2, "is_best": true}\n'
         '{"step": 3, "eval_loss": 1, "acc": "nan"}\n'
     )
     figures = list_figures(tmp_path)
     assert not holds("> 0.5", figures.pop("acc"))
     expected = {"step": 3, "loss": 2, "eval_loss": 1, "memory.peak": 7, "gsm8k.exact_match": 0.4}
     assert figures == expected | {"tasks.gsm8k.scores.exact_match.value": 0.4}
+    # The output's model is that of step 2.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "best", "step": 3, "best_step": 2, "metric": "eval_loss"}\n')
+    assert list_figures(tmp_path)["eval_loss"] == 0.5

@@ -1,5 +1,6 @@
 """Model cards: valid metadata, escaped names, and no paths of the machine."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -104,6 +105,18 @@ def test_card_of_reward_model_loads_score_head(tmp_path):
     used = ModelCard.load(tmp_path / "README.md").text.split("```")[1]
     assert "RewardModel.load(" in used
     assert "text-generation" not in used
+
+
+@pytest.mark.parametrize(("stage", "has_template", "is_chat"), [("sft", 1, 1), ("sft", 0, 0), ("pretrain", 1, 0)])
+def test_model_without_chat_template_is_shown_a_text(tmp_path, stage, has_template, is_chat):
+    if has_template:
+        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    for adapter in (None, {"base_model_name_or_path": "owner/base"}):
+        if adapter:
+            (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+        used = build_card(tmp_path, record() | {"stage": stage}, {}).split("```")[1].removeprefix("python")
+        names = {node.id for node in ast.walk(ast.parse(used)) if isinstance(node, ast.Name)}
+        assert names & {"chat", "write"} == {"chat" if is_chat else "write"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -140,6 +140,9 @@ def test_limits_list_all_warnings():
     ):
         assert words in limits
     assert "fine" not in limits
+    assert "answers were not measured." in limits
+    scores = {"truthfulqa_mc1": {"scores": {"acc": {"value": 0.5, "stderr": None}}}}
+    assert "not measured, but for the benchmarks above." in " ".join(list_limits(record(scores=scores), {}))
     good = record(git_commit=COMMIT, config={"dataset_revision": COMMIT})
     measured, licence = list_limits(good, {"eval_loss": 1.0})
     assert "were not measured" in measured
@@ -218,7 +221,8 @@ def test_corpus_has_sources_removals_and_benchmarks(tmp_path):
 def test_missing_or_damaged_corpus_manifest_is_no_error(tmp_path):
     assert list(describe_corpus({"dataset_name": "owner/chats"})) == []
     assert list(describe_corpus({})) == []
-    for text in ("{", '{"documents": 1, "steps": {"read": 3}, "sources": [4]}'):
+    for steps in ('{"read": 3}', "{}", "{"):
+        text = f'{{"documents": 1, "steps": {steps}, "sources": [4]}}'
         (tmp_path / "corpus.json").write_text(text)
         facts = list(describe_corpus({"dataset_name": str(tmp_path)}))
         assert facts == [(tmp_path.name, "its manifest cannot be read")]

@@ -73,6 +73,9 @@ def test_resumed_run_reproduces_adapter(straight, tmp_path):
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert json.loads((tmp_path / "killed" / "run.json").read_text())["resumed_from"] == "checkpoint-3"
+    # With the stop tokens of training, also if a checkpoint is merged or evaluated.
+    saved, exported = (folder / "generation_config.json" for folder in (output / "checkpoint-3", output))
+    assert saved.read_text() == exported.read_text()
 
 
 @pytest.mark.slow

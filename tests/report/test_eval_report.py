@@ -17,7 +17,7 @@ EVIL = "<script>alert(1)</script>"
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> str:
     scores = {"acc": {"value": 0.5, "stderr": 0.1}, "bpb": {"value": 1.25, "stderr": None}}
-    task = {"scores": scores, "num_questions": 2, "num_fewshot": 0, "num_cut": 1, "num_empty": 0}
+    task = {"scores": scores, "num_questions": 2, "num_fewshot": 0, "num_cut": 1, "num_empty": 0, "num_reasoning": 2}
     record = {
         "model": {"name": EVIL, "fingerprint": "f"},
         "tasks": {"t": task},
@@ -48,7 +48,7 @@ def test_eval_page_shows_scores_questions_and_verdicts(tmp_path: Path) -> None:
     assert "0.1960" in page
     assert "-1.500" in page
     assert re.findall(r'<article data-task="t" class="(\w+)">', page) == ["right", "wrong"]
-    assert "1 truncated prompts" in page
+    assert "1 truncated prompts, 0 empty answers and 2 answers scored with their reasoning, of 2 questions" in page
     assert EVIL not in page
     assert page.count("&lt;script&gt;alert") >= 3
     assert "x" * (MAX_TEXT + 1) not in page

@@ -44,7 +44,7 @@ def test_exact_match_accepts_whole_number_of_float_column_without_fraction():
 def test_any_answer_of_a_list_is_accepted():
     names = ["NYC", "New York", ""]
     assert exact_match(completions=["New York", "York", ""], solution=[names] * 3) == [1.0, 0.0, 0.0]
-    assert exact_match(completions=["7", "8"], solution=[[7.0, 8], [7]]) == [1.0, 0.0]
+    assert exact_match(completions=["7", "8"], solution=[[7.0, "7.0"], [7]]) == [1.0, 0.0]
     assert final_number(completions=["It is 8", "9"], answer=[["7", 8.0, None]] * 2) == [1.0, 0.0]
     assert exact_match(completions=["a", "a"], solution=[[], [""]]) == [None, None]
     assert final_number(completions=["1", "1"], answer=[[], ["none"]]) == [None, None]

@@ -57,9 +57,15 @@ def main(argv: Sequence[str]) -> None:
     ]
     sys.stdout.writelines(f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys)))
     try:
-        check_text(recipe, text, config_file)
+        training = check_text(recipe, text, config_file).training
     except UserError as error:
         raise ConfigError(*error.problems) from None
+    from recipes_lib.training.checkpoints.resume import count_rows_per_step  # Imports torch.
+
+    before, rows = record.get("rows_per_step"), count_rows_per_step(training, record["num_processes"])
+    if before not in (None, rows):
+        found = f"a step had {before:,} rows, and has {rows:,} in data parallelism alone"
+        sys.stdout.write(f"differs: {found}: start it by `recipes launch`, with the launch file of the run\n")
     launcher = "python" if record["num_processes"] == 1 else f"torchrun --nproc_per_node {record['num_processes']}"
     sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} -e .\n")
     sys.stdout.write(f"same run:       {launcher} recipes/{recipe}.py --config {shlex.quote(str(config_file))}\n")
@@ -179,6 +185,7 @@ _FIELDS: Final[Fields] = {
     **{"stage": str, "config": dict, "provenance": dict, "versions": dict, "num_processes": int},
     **dict.fromkeys(("git_commit", "model_commit"), str | None),
     **dict.fromkeys(("hardware", "data"), dict | None),
+    "rows_per_step": int | None,
 }
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -319,7 +320,8 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
     return {
         "policy": hash_weights(collector.models.policy),
         "reward_model": model,
-        "functions": {name: _read_source(function) for name, function in rewards.functions.items()},
+        # By their paths, which have the arguments of factories.
+        "functions": {path: _read_source(path) for path in config.rewards.reward_funcs or ()},
         "weights": list(rewards.weights),
         "response_length": config.rewards.response_length,
         "temperature": config.rewards.temperature,
@@ -328,13 +330,11 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
     }
 
 
-def _read_source(function: Any) -> str:
-    """Return the source code of a function's module; its ``repr`` if there is none."""
-    try:
-        # The whole module, because a reward function may call others in it.
-        return inspect.getsource(inspect.getmodule(function) or function)
-    except (OSError, TypeError):
-        return repr(function)
+def _read_source(path: str) -> str:
+    """Return the source code of the module of a loaded reward function, which may call others in it; empty if none."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(sys.modules[path.partition(":")[0].removesuffix(".py")])
+    return ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,8 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
@@ -201,6 +202,8 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         rank = max([saved["r"], *(saved.get("rank_pattern") or {}).values()])
         # At least vLLM's default; it accepts the powers of two up to 512.
         options["max_lora_rank"] = max(16, 1 << (rank - 1).bit_length())
+        if (Path(options["lora_local_path"]) / GENERATION_CONFIG_NAME).is_file():
+            options["generation_config"] = options["lora_local_path"]
     return get_model("vllm")(**options)
 
 
@@ -288,6 +291,9 @@ class CheckedModel(HFLM):  # type: ignore[misc]
                 raise
             found = f"the adapter {adapter} does not fit its base: {str(error).strip().splitlines()[-1].strip()}"
             raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
+        # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
+        if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
+            self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as ``HFLM`` does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -221,13 +223,16 @@ def _read_rows(path: Path) -> Iterator[_NumberedRow]:
     """Yield the number, the place for errors, and the columns of each row.
 
     Raises:
-        DataError: The file is missing or empty, or a line is not a JSON object.
+        DataError: The file is missing or empty, or a line is not a JSON object or holds half a surrogate pair.
     """
     number = -1
     for number, row in enumerate(read_lines(path)):
         where = f"{path}:{number + 1}"
         if row is None:
             raise DataError(Problem(where, "is not a JSON object", "write one object on each line"))
+        # Escaped in JSON, it is valid there, and no tokenizer encodes it.
+        if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+            raise DataError(Problem(where, "holds half a surrogate pair", "remove it, or write the whole character"))
         yield number, where, row
     if number < 0:
         raise DataError(Problem(str(path), "is missing or empty", "name a file of JSON Lines"))

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from recipes_lib.errors import DataError, Problem
 from recipes_lib.evaluation.harness import RECORD, read_samples
 from recipes_lib.evaluation.intervals import compute_interval
 from recipes_lib.files import read_record
@@ -69,11 +70,20 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
     # First: a run, too, has a file of samples.
     remedy = "name the output folders of `recipes eval`"
     records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}, remedy=remedy) for folder in folders]
+    try:
+        return list(_compare_all(folders, records))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The evaluation of another user may hold anything.
+        found = f"one holds other values than an evaluation: {type(error).__name__}: {error}"
+        raise DataError(Problem(", ".join(map(str, folders)), found, remedy)) from error
+
+
+def _compare_all(folders: Sequence[Path], records: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
     base, *others = map(_read_scores, folders)
     labels = [record.get("model", {}).get("name") for record in records]
     if len({*labels, None}) <= len(labels):  # A name is missing, or two are equal.
-        labels = [str(folder) for folder in folders]
-    metrics, rows = dict.fromkeys(metric for _, metric in base), []
+        labels = list(folders)
+    metrics = dict.fromkeys(metric for _, metric in base)
     for label, other, record in zip(labels[1:], others, records[1:], strict=True):
         for name, group in _list_compared(records[0], record):
             members = group.get("tasks", [name])
@@ -85,8 +95,7 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
                     # By default, higher is better.
                     falls = higher_is_better.get(metric.partition(",")[0].removeprefix("log ")) is False
                     is_mean = not group.get("is_weighted_by_size", True)
-                    rows.append(_compare(name, metric, label, pairs, falls=falls, is_mean_of_tasks=is_mean))
-    return rows
+                    yield _compare(name, metric, str(label), pairs, falls=falls, is_mean_of_tasks=is_mean)
 
 
 def _list_compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -384,8 +384,9 @@ def find_broken_gates(stage: Stage) -> Iterator[str]:
 def list_figures(output: Path) -> dict[str, float]:
     """Return the metrics of an output by name, from evaluations, ``run.json`` and ``metrics.jsonl``.
 
-    Names are ``eval_loss`` or ``loss`` for metrics, the last value of each; ``gsm8k.exact_match`` for scores of a
-    benchmark or group; dotted keys for nested values. NaN is included.
+    Names are ``eval_loss`` or ``loss`` for metrics, the last value of each, of evaluations that of the output's model;
+    ``arc_easy.acc`` for scores of a benchmark or group, with the filter if there is one (``gsm8k.exact_match,
+    strict-match``); dotted keys for nested values. NaN is included.
 
     Args:
         output: Folder of a run or of ``recipes eval``.
@@ -396,9 +397,14 @@ def list_figures(output: Path) -> dict[str, float]:
     for name, value in list(figures.items()):
         if score := _SCORE.fullmatch(name):
             figures[f"{score[1]}.{score[2]}"] = value
+    evaluations: dict[float | None, dict[str, float]] = {}
     for event in read_lines(output / "metrics.jsonl"):
         # In order, so that the last value of each metric remains; a broken line is `None`.
-        figures |= dict(_flatten(event or {}))
+        figures |= (found := dict(_flatten(event or {})))
+        if held_out := {name: number for name, number in found.items() if name.startswith("eval_")}:
+            evaluations[found.get("step")] = held_out
+        # The last event of `load_best_model_at_end`: the model of the output is that of an earlier step.
+        figures |= evaluations.get(found.get("best_step"), {})
     return figures
 
 

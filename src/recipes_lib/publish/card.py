@@ -25,6 +25,7 @@ Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
 _MANIFEST: Final = "corpus.json"
+_CHAT_TEMPLATE: Final = "chat_template.jinja"
 _MAX_REASONS: Final = 5
 CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
@@ -123,6 +124,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         name=name,
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
+        is_chat=record["stage"] != "pretrain" and (folder / _CHAT_TEMPLATE).is_file(),
         # The record of a run that has ended has the commit of a Hub model; a folder has none, whatever its path.
         base=base if record.get("model_commit", base) else None,
         datasets=datasets,
@@ -161,6 +163,7 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         name=_find_name(folder),
         about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
         recipe="merged",
+        is_chat=(folder / _CHAT_TEMPLATE).is_file(),
         base=record["base"],
         figures=[(name, f"{value:.3g}") for name, value in figures.items()],
         facts=[*make_portable(facts).items(), ("versions", _format_versions(record))],
@@ -287,7 +290,7 @@ def describe_corpus(config: Record) -> Iterator[Row]:
 
 
 def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
-    read = next(iter(manifest["steps"].values()))["documents_in"]
+    read = next(iter(manifest["steps"].values()), dict[str, int]())["documents_in"]
     yield name, f"{manifest['documents']:,} of {read:,} documents"
     for source in manifest["sources"]:
         size, licence = f"{source['documents']:,} documents", f"licence {source['license'] or 'not stated'}"
@@ -360,10 +363,11 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
     """Yield limitations of model and metrics, and incidents of the run, one sentence each."""
     if record["stage"] == "pretrain":
         yield "It continues text. It was not trained to answer, to refuse, or to stop at the end of an answer."
-    yield "Its bias, its safety and the truth of its answers were not measured."
+    but = ", but for the benchmarks above" if any(list_scores(record)) else ""
+    yield f"Its bias, its safety and the truth of its answers were not measured{but}."
     yield "This card states no licence: those of the model it began with and of its data apply."
     if not figures:
-        yield "There was no held-out data: its performance on unseen data was not measured."
+        yield "It was not evaluated on held-out data."
     for finding in (record.get("data") or {}).get("findings", ()):
         if finding.get("severity") != "ok":
             yield f"Data: {finding['found']}."

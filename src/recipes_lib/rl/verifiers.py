@@ -33,10 +33,10 @@ def exact_match(*, completions: Sequence[Completion], solution: Sequence[Accepte
     """
     scores: list[float | None] = []
     for completion, accepted in zip(completions, solution, strict=True):
-        texts = {_write(value).strip(): value for value in _list_accepted(accepted)}
+        values = _list_accepted(accepted)
         # One fraction in a column makes floats of all its integers.
-        wanted = texts.keys() | {text.removesuffix(".0") for text, value in texts.items() if isinstance(value, float)}
-        wanted -= {""}
+        whole = {_write(value).removesuffix(".0") for value in values if isinstance(value, float)}
+        wanted = ({_write(value).strip() for value in values} | whole) - {""}
         scores.append(float(_read_text(completion).strip() in wanted) if wanted else None)
     return scores
 

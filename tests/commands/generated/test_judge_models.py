@@ -192,7 +192,7 @@ def test_judge_without_verdicts_is_an_error(folder: Path, compare) -> None:
     server = ChatEndpoint(lambda body: "Both are fine.")
     error = compare("--judge", f"{server.url}#j", "--limit", 3, code=2)
     assert f"the judge gave no verdict on {folder / 'b.jsonl'}" in error
-    assert "verdicts-1.jsonl" in error
+    assert 'verdicts-1.jsonl: 3 of 3 questions have no verdict, 0 first: ["Both are fine.", ' in error
     assert read_rates(folder)["rates"]["all"]["num_unparsable"] == 3
     assert read_rows(folder / "out" / "verdicts-1.jsonl")[0]["details"] == ["Both are fine."] * 2
 

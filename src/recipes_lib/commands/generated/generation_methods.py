@@ -126,6 +126,8 @@ class Method:
             return render_prompt(value, f"{self.path}: row", values)
         if isinstance(value, dict):
             return {name: self._fill(one, values) for name, one in value.items()}
+        if not isinstance(value, list):
+            return value
         filled: list[Any] = []
         for one in value:
             # A system message of the method replaces that of the source row.

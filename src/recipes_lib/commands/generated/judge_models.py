@@ -7,6 +7,7 @@ each has a confidence interval. Answers are sampled here or read from files.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,6 +175,10 @@ def _judge(
     file.write(_take_in_parts(questions, file.counts, size, ask, progress, path.stem))
     # From the file, which includes verdicts of earlier launches.
     rows = [row for row in read_lines(path) if row is not None]
+    if missing := [row for row in rows if row["winner"] is None]:
+        # The reason may be a refused request, a truncated text or an answer too long for a reward model.
+        reason = f"{missing[0]['question_id']} first: {json.dumps(missing[0]['details'], ensure_ascii=False)[:200]}"
+        progress.say(f"warning: {path.name}: {len(missing):,} of {len(rows):,} questions have no verdict, {reason}")
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens
 
@@ -195,7 +200,7 @@ def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
 def format_rates(base: str, other: str, rates: Mapping[str, WinRate], tokens: Mapping[str, int]) -> Iterator[str]:
     """Yield a table of win rates and the tokens of the judge, line by line."""
     yield f"{other} against {base}"
-    heads = f"{'wins':>6}{'ties':>6}{'losses':>8}{'unparsable':>12}{'agree':>7}"
+    heads = f"{'wins':>6}{'ties':>6}{'losses':>8}{'no verdict':>12}{'agree':>7}"
     yield f"{'category':20}{'win rate':>9}  {'95 % interval':18}{heads}"
     for category, rate in rates.items():
         figures = "no verdict" if rate.win_rate is None else f"{rate.win_rate:9.3f}  {rate.low:.3f} .. {rate.high:.3f}"

@@ -224,6 +224,9 @@ class ReplicatedLayout(ModelLayout):
         # Hub for the base configuration, to see whether embeddings were resized.
         options: Any = {"save_embedding_layers": False} if is_adapter(model) else {"save_original_format": False}
         model.save_pretrained(folder, state_dict=dict(state), **options)
+        if is_adapter(model) and (base := unwrap_adapter(model)).can_generate():
+            # Unlike PEFT: a merged or evaluated checkpoint must stop at the tokens of training, not of the base.
+            base.generation_config.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
 
 
