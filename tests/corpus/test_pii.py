@@ -12,6 +12,7 @@ from tests.corpus.texts import read_corpus
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.cleaning import make_corpus
+from recipes_lib.corpus.documents import SOURCE
 from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 
 FOUND = [
@@ -104,12 +105,12 @@ def test_pii_drops_document():
 
 
 def test_metadata_is_replaced_only_if_it_has_pii():
-    document = Document(text="a@b.co", id="1", metadata=(metadata := {"year": 2025}))
+    document = Document(text="a@b.co", id="1", metadata=(metadata := {"year": 2025, SOURCE: "c@d.co"}))
     PII(None, drops=False).apply(document, Counter())
     assert document.metadata is metadata
-    document.metadata["author"] = "a@b.co"
+    document.metadata["source"] = "a@b.co"
     PII(None, drops=False).apply(document, Counter())
-    assert document.metadata == {"year": 2025, "author": "<EMAIL>", "source": None}
+    assert document.metadata == {"year": 2025, "source": "<EMAIL>", SOURCE: "c@d.co"}
 
 
 def test_masked_pii_is_absent_from_corpus(tmp_path):

@@ -31,6 +31,8 @@ CHAT: Final = f"{PART_END}chat"
 """Metadata key of the columns of a chat; with the prefix it cannot collide with a column of a dataset."""
 HTML: Final = f"{PART_END}html"
 """Metadata key that marks a text as HTML from which no text was extracted yet."""
+SOURCE: Final = f"{PART_END}source"
+"""Metadata key of the label of a document's source."""
 _SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
@@ -296,7 +298,7 @@ def read_shard(path: Path) -> Iterator[Document]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
                 for row in batch.to_pylist():
-                    metadata = json.loads(row["metadata"]) | {"source": row["source"]}
+                    metadata = json.loads(row["metadata"]) | {SOURCE: row["source"]}
                     yield Document(text=row["text"], id=row["id"], metadata=metadata)
     except (OSError, pa.ArrowException) as error:
         found = f"cannot be read: {error}"
@@ -304,11 +306,11 @@ def read_shard(path: Path) -> Iterator[Document]:
 
 
 def _to_row(document: Document) -> dict[str, Any]:
-    metadata = {name: value for name, value in document.metadata.items() if name != "source"}
+    metadata = {name: value for name, value in document.metadata.items() if name != SOURCE}
     return {
         "text": document.text,
         "id": document.id,
-        "source": document.metadata["source"],
+        "source": document.metadata[SOURCE],
         "metadata": json.dumps(spell_encodable(metadata), ensure_ascii=False, allow_nan=False, default=str),
     }
 

@@ -15,7 +15,7 @@ from datatrove.data import Document
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.table import read_lists
 from recipes_lib.config.values import SECRET, SECRET_HINTS
-from recipes_lib.corpus.documents import PART_END, Hide
+from recipes_lib.corpus.documents import PART_END, SOURCE, Hide
 
 Validate = Callable[[str], int]
 """Returns the number of leading characters of a match that are personal data; 0 for a false match."""
@@ -183,14 +183,14 @@ class PII:
         self._drops = drops
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Mask all findings in the text, the id and every string of the metadata except ``source``."""
+        """Mask all findings in the text, the id and every string of the metadata except the label of the source."""
         counts: Counter[str] = Counter()
         # Message by message, so that no pattern matches across the messages of a chat.
         text = PART_END.join(mask(part, self._kinds, counts) for part in document.text.split(PART_END))
         name = mask(document.id, self._kinds, counts)
         num_outside_metadata = counts.total()
-        source = document.metadata.get("source")
-        metadata = {**self._mask_values(document.metadata, counts), "source": source}
+        columns = {name: value for name, value in document.metadata.items() if name != SOURCE}
+        metadata = document.metadata | self._mask_values(columns, counts)
         found.update(counts)
         if self._drops and counts:
             return " and ".join(sorted(counts))
