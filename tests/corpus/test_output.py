@@ -2,12 +2,15 @@
 
 import json
 import math
+import random
 
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
+from tests.corpus.texts import make_text, read_corpus
 
 from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.corpus.documents import CHAT, HTML, SOURCE, Ledger, read_shard, split_chat, write_shard
 from recipes_lib.corpus.output import WriteClean, load_tokenizer, write_lines
 from recipes_lib.errors import DataError
@@ -54,3 +57,17 @@ def test_load_tokenizer_takes_folder_or_file(tiny_tokenizer, tiny_tokenizer_dir,
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer_name_or_path: .*tokenizer\.json cannot be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_chats_that_differ_only_in_calls_tools_or_reasoning_are_no_duplicates(tmp_path):
+    asked = {"role": "user", "content": make_text(random.Random(0), 50)}
+    answer = {"role": "assistant", "content": "Done."}
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+    answers = [answer, *({**answer, "tool_calls": [call]} for call in calls)]
+    answers += [{**answer, "reasoning_content": make_text(random.Random(1), 50)}]
+    chats = [{"messages": [asked, turn]} for turn in answers] + [{"messages": [asked, answer], "tools": calls}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in 2 * chats))
+    source = {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}
+    make_corpus(CorpusConfig(sources=[source], output_dir=str(tmp_path / "out"), workers=1))
+    kept = [{name: row[name] for name in ("messages", "tools") if name in row} for row in read_corpus(tmp_path / "out")]
+    assert kept == chats

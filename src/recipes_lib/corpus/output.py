@@ -22,6 +22,7 @@ from recipes_lib.corpus.documents import (
     add_flag,
     join_chat,
     read_shard,
+    spell_calls,
     spell_encodable,
     write_shard,
 )
@@ -73,7 +74,7 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
         for document in documents:
             document.metadata.pop(HTML, None)  # Still present if the step `extract` is off.
             with self.track_time():
-                hashes.add(document.text)
+                hashes.add(document.text, spell_calls(document.metadata.get(CHAT, {})))
             yield document
 
 
