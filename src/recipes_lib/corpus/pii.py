@@ -81,11 +81,10 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
 
 def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
     """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
+    compact, ends = re.sub("[ -]", "", text), [*(found.start() for found in re.finditer("[ -]", text)), len(text)]
     # From the longest prefix: the candidate can include unrelated groups of digits after the number.
-    for end in range(len(text), 0, -1):
-        if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
-            return end
-    return 0
+    prefixes = ((compact[: end - num_separators], end) for num_separators, end in reversed([*enumerate(ends)]))
+    return next((end for prefix, end in prefixes if is_valid(prefix)), 0)
 
 
 def _is_public_ip(text: str) -> bool:
@@ -119,7 +118,8 @@ PATTERNS: Final = (
         "private_key",
         re.compile(
             r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
-            r"(?:[^-]{0,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]{0,20000})"
+            r"(?:(?:[^-]|-(?!----)){0,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"|[A-Za-z0-9+/=\s\\]{0,20000})"
         ),
         len,
         ("PRIVATE KEY",),
@@ -144,7 +144,11 @@ PATTERNS: Final = (
     ),
     Pattern(
         "card",
-        re.compile(r"\d(?<!(?a:[\w.-])\d)(?:[ -]?\d){12,18}(?!(?a:[\w-]))"),
+        # In the groups of printed cards: in a table of single digits, every tenth run would pass Luhn's check.
+        re.compile(
+            r"[2-6](?<!(?a:[\w.-])[2-6])(?:\d{12,18}|\d{3}(?:[ -]?\d{4}){2}[ -]?\d{1,4}(?:[ -]?\d{1,3})?"
+            r"|\d{3}[ -]\d{6}[ -]\d{4,5})(?!(?a:[\w-]))"
+        ),
         functools.partial(_measure_grouped, is_valid=is_card),
     ),
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
