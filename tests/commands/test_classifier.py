@@ -19,11 +19,12 @@ def test_trained_classifier_filters_corpus(recipes, tmp_path) -> None:
     assert json.loads((folder / "classifier.json").read_text())["evaluation"]["accuracy"] == 1
     unseen = [plant(label, 50, 5) for label in ("good", "bad")]
     mixed = write_rows(tmp_path / "mixed.jsonl", [text for those in unseen for text in those])
-    keys = {"classifier_path": folder, "classifier_label": "good", "toxicity_classifier_path": folder}
-    keys |= {"toxicity_classifier_label": "bad", "sources": f"[{{name: '{mixed}'}}]", "workers": 1}
-    flags = [f"--{key}={value}" for key, value in keys.items()]
-    recipes("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
-    recipes("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
+    keys = {"classifier_path": str(folder), "classifier_label": "good", "toxicity_classifier_path": str(folder)}
+    keys |= {"toxicity_classifier_label": "bad", "sources": [{"name": str(mixed)}], "workers": 1}
+    (tmp_path / "corpus.yaml").write_text(json.dumps(keys | {"classifier": "annotate", "toxicity": "apply"}))
+    flags = ["--config", tmp_path / "corpus.yaml"]
+    recipes("clean", *flags, "--classifier=apply", "--toxicity=off", f"--output_dir={tmp_path / 'by quality'}")
+    recipes("clean", *flags, f"--output_dir={tmp_path / 'by toxicity'}")
     for name, step, reason in (
         ("by quality", "classifier", "not good"),
         ("by toxicity", "toxicity", "classifier: bad"),

@@ -5,7 +5,7 @@ import random
 import pytest
 from datatrove.data import Document
 
-from recipes_lib.corpus.documents import Apply, Ledger, Samples, read_shard, write_shard
+from recipes_lib.corpus.documents import SOURCE, Apply, Ledger, Samples, read_shard, write_shard
 from recipes_lib.errors import DataError
 
 
@@ -22,7 +22,7 @@ class Shorten:
 
 def run(texts, mode="apply"):
     ledger = Ledger(["shorten"], 2)
-    documents = [Document(text=text, id=str(at), metadata={"source": "s"}) for at, text in enumerate(texts)]
+    documents = [Document(text=text, id=str(at), metadata={SOURCE: "s"}) for at, text in enumerate(texts)]
     kept = list(Apply(Shorten(), mode, ledger).run(iter(documents)))
     return kept, ledger
 
@@ -52,7 +52,7 @@ def test_annotate_mode_changes_nothing():
 
 @pytest.mark.parametrize("column", [None, "blue", ["blue", "red"]])
 def test_annotate_mode_keeps_a_column_named_flags(column):
-    document = Document(text="bad", id="0", metadata={"source": "s", "flags": column})
+    document = Document(text="bad", id="0", metadata={SOURCE: "s", "flags": column})
     (kept,) = Apply(Shorten(), "annotate", Ledger(["shorten"], 2)).run(iter([document]))
     assert kept.metadata["flags"] == [*(column if isinstance(column, list) else [column]), "shorten: is bad"]
 
@@ -79,7 +79,7 @@ def test_samples_are_independent_of_order_and_tasks():
 
 def test_shard_round_trips(tmp_path):
     documents = [
-        Document(text=f"é {at}", id=str(at), metadata={"source": "s", "url": None, "n": {"a": [at]}})
+        Document(text=f"é {at}", id=str(at), metadata={SOURCE: "s", "source": None, "n": {"a": [at]}})
         for at in range(1200)
     ]
     path = tmp_path / "a.parquet"

@@ -17,7 +17,7 @@ from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.documents import CHAT, PART_END, Ledger, join_chat
+from recipes_lib.corpus.documents import CHAT, PART_END, SOURCE, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError, Problem, ReadFailedError
@@ -32,11 +32,11 @@ def read(entry, raises=False, task_megabytes=1):
 
 def test_rows_keep_id_and_metadata(tmp_path):
     path = tmp_path / "web.jsonl"
-    path.write_text('{"text": "one", "id": "x\\ud83d", "url": "u"}\n{"text": "two", "date": 3}\n')
+    path.write_text('{"text": "one", "id": "x\\ud83d", "source": "u"}\n{"text": "two", "date": 3}\n')
     documents, _, _ = read({"name": str(path)})
     assert [(d.text, d.id, d.metadata) for d in documents] == [
-        ("one", r"x\ud83d", {"url": "u", "source": "web"}),
-        ("two", "web:2", {"date": 3, "source": "web"}),
+        ("one", r"x\ud83d", {"source": "u", SOURCE: "web"}),
+        ("two", "web:2", {"date": 3, SOURCE: "web"}),
     ]
 
 
@@ -136,7 +136,7 @@ def test_layouts_of_public_corpora_are_read(tmp_path, name, row, columns):
     documents, ledger, _ = read({"name": str(tmp_path / name), **({"columns": columns} if columns else {})})
     assert [document.text for document in documents] == [f"text {at}" if columns is None else "one" for at in range(5)]
     assert not ledger.tallies[READ].removed
-    metadata = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
+    metadata = {key: value for key, value in row.items() if key not in ("text", "id", "raw_content")}
     assert {key: documents[0].metadata[key] for key in metadata} == metadata
 
 

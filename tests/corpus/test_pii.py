@@ -12,6 +12,7 @@ from tests.corpus.texts import read_corpus
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.cleaning import make_corpus
+from recipes_lib.corpus.documents import SOURCE
 from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 
 FOUND = [
@@ -31,18 +32,22 @@ FOUND = [
     ("card", "4111 1111 1111 1111"),
     ("card", "4111-1111-1111-1111"),
     ("card", "378282246310005"),
+    ("card", "3782 822463 10005"),
+    ("card", "4222 2222 2222 2"),
     ("card", "5555555555554444"),
     ("iban", "GB82WEST12345698765432"),
     ("iban", "DE89 3704 0044 0532 0130 00"),
     ("iban", "NO93 8601 1117 947"),
     ("ssn", "078-05-1120"),
     ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nMIIB+/=\nabc\n-----END RSA PRIVATE KEY-----"),
+    ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128-CBC,F1\n\nMIIB\n-----END RSA PRIVATE KEY-----"),
     ("api_token", "hf_" + "abcdefghij" * 3),
     ("api_token", "AKIA" + "ABCDEFGH12345678"),
 ]
 LEFT = [
     *("10.0.0.1", "192.168.1.1", "127.0.0.1", "999.1.1.1", "1.2.3.4.5", "v8.8.8.8", "std::vector", "12:30:45"),
     *("4111 1111 1111 1112", "1234567890123456", "0000 0000 0000 0000", "3.14159265358979"),
+    "4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1",
     *("GB82WEST12345698765433", "DE89370400440532013001", "XX82WEST12345698765432", "AB12"),
     *("666-12-3456", "000-12-3456", "900-12-3456", "123-00-4567", "123-45-0000", "1078-05-1120"),
     *("@home", "a@b", "user@localhost", "112-555-0123", "212-155-0123", "+1 2", "2024-11-23", "call 911"),
@@ -104,12 +109,12 @@ def test_pii_drops_document():
 
 
 def test_metadata_is_replaced_only_if_it_has_pii():
-    document = Document(text="a@b.co", id="1", metadata=(metadata := {"year": 2025}))
+    document = Document(text="a@b.co", id="1", metadata=(metadata := {"year": 2025, SOURCE: "c@d.co"}))
     PII(None, drops=False).apply(document, Counter())
     assert document.metadata is metadata
-    document.metadata["author"] = "a@b.co"
+    document.metadata["source"] = "a@b.co"
     PII(None, drops=False).apply(document, Counter())
-    assert document.metadata == {"year": 2025, "author": "<EMAIL>", "source": None}
+    assert document.metadata == {"year": 2025, "source": "<EMAIL>", SOURCE: "c@d.co"}
 
 
 def test_masked_pii_is_absent_from_corpus(tmp_path):

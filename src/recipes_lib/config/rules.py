@@ -148,7 +148,15 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
         for key in dependency.keys.split():
             if settings.changes(key) and key not in reported and not dependency.is_met(settings):
                 reported.add(key)
+                # `--pii off` over a file with `pii_kinds` is a trial of the same corpus.
+                if settings[dependency.decider] == "off" and _is_overridden(dependency.decider, key, settings):
+                    continue
                 yield dependency.explain(key, settings)
+
+
+def _is_overridden(decider: str, key: str, settings: Settings) -> bool:
+    """Return whether ``decider`` is a flag, and ``key`` is not."""
+    return decider in settings.given and settings.given[decider].flag and not settings.given[key].flag
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
@@ -239,8 +247,7 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
         key, decider = row["key"], row["decider"]
         if settings.gives(key) and settings[key] != row.get("becomes") and is_overruled(row, settings):
             # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
-            decided = settings.given.get(decider)
-            if decided and decided.flag and not settings.given[key].flag:
+            if _is_overridden(decider, key, settings):
                 continue
             found = f"`{key}` has no effect: {row['why']} ({settings.where(decider)})"
             yield settings.problem(key, found, "keep one of the two")

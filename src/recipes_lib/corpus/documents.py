@@ -17,6 +17,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import Mode
+from recipes_lib.data.sources.messages import CALLS_AS_TEXT, REASONING_KEYS
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import atomic_file, count_bytes
 
@@ -31,8 +32,12 @@ CHAT: Final = f"{PART_END}chat"
 """Metadata key of the columns of a chat; with the prefix it cannot collide with a column of a dataset."""
 HTML: Final = f"{PART_END}html"
 """Metadata key that marks a text as HTML from which no text was extracted yet."""
+SOURCE: Final = f"{PART_END}source"
+"""Metadata key of the label of a document's source."""
 _SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
+_TEXT_KEYS: Final = ("content", *REASONING_KEYS)
+_CALL_KEYS: Final = ("tools", "tool_calls", CALLS_AS_TEXT)
 
 
 def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -64,8 +69,15 @@ def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_replace_texts(item, replace) for item in value]
     if isinstance(value, Mapping):
-        return {name: _replace_texts(item, replace) if name == "content" else item for name, item in value.items()}
+        return {name: _replace_texts(item, replace) if name in _TEXT_KEYS else item for name, item in value.items()}
     return value
+
+
+def spell_calls(columns: Mapping[str, Any]) -> str:
+    """Return the tool schemas and calls of a chat, in which chats of equal texts can differ; empty if it has none."""
+    turns = [turn for name in _TEXT_COLUMNS for turn in columns.get(name, ()) if isinstance(turn, Mapping)]
+    calls = [item[key] for item in (columns, *turns) for key in _CALL_KEYS if key in item]
+    return json.dumps(calls) if calls else ""
 
 
 class Step(Protocol):
@@ -296,7 +308,7 @@ def read_shard(path: Path) -> Iterator[Document]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
                 for row in batch.to_pylist():
-                    metadata = json.loads(row["metadata"]) | {"source": row["source"]}
+                    metadata = json.loads(row["metadata"]) | {SOURCE: row["source"]}
                     yield Document(text=row["text"], id=row["id"], metadata=metadata)
     except (OSError, pa.ArrowException) as error:
         found = f"cannot be read: {error}"
@@ -304,11 +316,11 @@ def read_shard(path: Path) -> Iterator[Document]:
 
 
 def _to_row(document: Document) -> dict[str, Any]:
-    metadata = {name: value for name, value in document.metadata.items() if name != "source"}
+    metadata = {name: value for name, value in document.metadata.items() if name != SOURCE}
     return {
         "text": document.text,
         "id": document.id,
-        "source": document.metadata["source"],
+        "source": document.metadata[SOURCE],
         "metadata": json.dumps(spell_encodable(metadata), ensure_ascii=False, allow_nan=False, default=str),
     }
 

@@ -68,14 +68,15 @@ class Hashes:
         self._minhash = MinHash(config.near_duplicates_bands, config.near_duplicates_rows, config.near_duplicates_seed)
         self._found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _ARRAYS}
 
-    def add(self, text: str) -> None:
-        """Add a document."""
-        digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+    def add(self, text: str, calls: str = "") -> None:
+        """Add a document; one with other ``calls``, those of ``spell_calls``, is no duplicate."""
+        digest = hashlib.blake2b((text + calls).encode(errors="replace"), digest_size=16).digest()
         shingles = np.zeros(0, np.uint32)
         keys = np.zeros(self._minhash.bands, np.uint64)
         if self.config.near_duplicates != "off":
             shingles = hash_shingles(text, self.config.near_duplicates_ngram)
             keys = self._minhash.compute_keys(shingles)
+            keys ^= np.uint64(int.from_bytes(hashlib.blake2b(calls.encode(), digest_size=8).digest()))
         has_lines = self.config.repeated_lines != "off"
         lines = hash_lines(text, self.config.repeated_lines_unit) if has_lines else np.zeros(0, np.uint64)
         self._found["exact"].append(np.frombuffer(digest, np.uint64)[None])

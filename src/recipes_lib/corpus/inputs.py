@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, escape_surrogates, split_chat
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, SOURCE, Ledger, escape_surrogates, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -288,7 +288,7 @@ class Read(PipelineStep):  # type: ignore[misc]
                     self._reject(found)
                     continue
                 self._verify_kind(found)
-                found.metadata["source"] = self.source.label
+                found.metadata[SOURCE] = self.source.label
                 if self.source.entry.get("html"):
                     found.metadata[HTML] = True
                 size = count_bytes(found.text)
@@ -363,7 +363,7 @@ def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> 
     row_id = entry.columns.get("id")
     has_id = row_id is not None and not isinstance(row_id, dict | list)
     name = escape_surrogates(str(row_id)) if has_id else f"{label}:{entry.index}"
-    used = {*row_format.columns, "id", "source"}
+    used = {*row_format.columns, "id"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:
         return Document(text=row.text, id=name, metadata=metadata)

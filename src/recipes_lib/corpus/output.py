@@ -17,10 +17,12 @@ from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig
 from recipes_lib.corpus.documents import (
     CHAT,
     HTML,
+    SOURCE,
     Ledger,
     add_flag,
     join_chat,
     read_shard,
+    spell_calls,
     spell_encodable,
     write_shard,
 )
@@ -72,7 +74,7 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
         for document in documents:
             document.metadata.pop(HTML, None)  # Still present if the step `extract` is off.
             with self.track_time():
-                hashes.add(document.text)
+                hashes.add(document.text, spell_calls(document.metadata.get(CHAT, {})))
             yield document
 
 
@@ -259,8 +261,8 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
     """
     with atomic_file(path, is_shared=True) as partial, partial.open("w", encoding="utf-8") as file:
         for document in documents:
-            metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
+            metadata = {name: value for name, value in document.metadata.items() if name not in (SOURCE, CHAT)}
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
-            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
+            columns |= {"id": document.id, "source": document.metadata[SOURCE], "metadata": metadata}
             file.write(json.dumps(spell_encodable(columns), ensure_ascii=False, allow_nan=False) + "\n")

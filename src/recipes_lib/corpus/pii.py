@@ -15,7 +15,7 @@ from datatrove.data import Document
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.table import read_lists
 from recipes_lib.config.values import SECRET, SECRET_HINTS
-from recipes_lib.corpus.documents import PART_END, Hide
+from recipes_lib.corpus.documents import PART_END, SOURCE, Hide
 
 Validate = Callable[[str], int]
 """Returns the number of leading characters of a match that are personal data; 0 for a false match."""
@@ -81,11 +81,10 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
 
 def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
     """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
+    compact, ends = re.sub("[ -]", "", text), [*(found.start() for found in re.finditer("[ -]", text)), len(text)]
     # From the longest prefix: the candidate can include unrelated groups of digits after the number.
-    for end in range(len(text), 0, -1):
-        if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
-            return end
-    return 0
+    prefixes = ((compact[: end - num_separators], end) for num_separators, end in reversed([*enumerate(ends)]))
+    return next((end for prefix, end in prefixes if is_valid(prefix)), 0)
 
 
 def _is_public_ip(text: str) -> bool:
@@ -119,7 +118,8 @@ PATTERNS: Final = (
         "private_key",
         re.compile(
             r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
-            r"(?:[^-]{0,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----|[A-Za-z0-9+/=\s\\]{0,20000})"
+            r"(?:(?:[^-]|-(?!----)){0,20000}-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"|[A-Za-z0-9+/=\s\\]{0,20000})"
         ),
         len,
         ("PRIVATE KEY",),
@@ -144,7 +144,11 @@ PATTERNS: Final = (
     ),
     Pattern(
         "card",
-        re.compile(r"\d(?<!(?a:[\w.-])\d)(?:[ -]?\d){12,18}(?!(?a:[\w-]))"),
+        # In the groups of printed cards: in a table of single digits, every tenth run would pass Luhn's check.
+        re.compile(
+            r"[2-6](?<!(?a:[\w.-])[2-6])(?:\d{12,18}|\d{3}(?:[ -]?\d{4}){2}[ -]?\d{1,4}(?:[ -]?\d{1,3})?"
+            r"|\d{3}[ -]\d{6}[ -]\d{4,5})(?!(?a:[\w-]))"
+        ),
         functools.partial(_measure_grouped, is_valid=is_card),
     ),
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
@@ -183,14 +187,14 @@ class PII:
         self._drops = drops
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Mask all findings in the text, the id and every string of the metadata except ``source``."""
+        """Mask all findings in the text, the id and every string of the metadata except the label of the source."""
         counts: Counter[str] = Counter()
         # Message by message, so that no pattern matches across the messages of a chat.
         text = PART_END.join(mask(part, self._kinds, counts) for part in document.text.split(PART_END))
         name = mask(document.id, self._kinds, counts)
         num_outside_metadata = counts.total()
-        source = document.metadata.get("source")
-        metadata = {**self._mask_values(document.metadata, counts), "source": source}
+        columns = {name: value for name, value in document.metadata.items() if name != SOURCE}
+        metadata = document.metadata | self._mask_values(columns, counts)
         found.update(counts)
         if self._drops and counts:
             return " and ".join(sorted(counts))

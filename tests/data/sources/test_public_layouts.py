@@ -195,6 +195,14 @@ PUBLIC: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         },
         BRIEF,
     ),
+    "Bedrock": (
+        "messages",
+        {
+            "system": [{"text": "Be "}, {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{**turn, "content": [{"text": turn["content"]}]} for turn in (USER, ANSWER)],
+        },
+        BRIEF,
+    ),
     "torchtune's pairs": (
         "preference",
         {"chosen_conversations": [HUMAN, GPT], "rejected_conversations": [HUMAN, {**GPT, "value": "5"}]},

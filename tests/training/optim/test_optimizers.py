@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
 
+from recipes_lib.config.rules import DECISIONS
 from recipes_lib.config.schema import PretrainingConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.optim.optimizers import (
@@ -287,7 +288,11 @@ def test_accepted_optimizers_are_those_upstream_builds(tmp_path, name):
         with pytest.raises((ImportError, ValueError)):
             Trainer.get_optimizer_cls_and_kwargs(args, model)
     else:
-        assert Trainer.get_optimizer_cls_and_kwargs(args, model)
+        taken = Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+        overruled = {row["key"] for row in DECISIONS if name in row.get("when", {}).get("optim", ())}
+        for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            other = replace(args, **{key: 0.5})
+            assert (Trainer.get_optimizer_cls_and_kwargs(other, model)[1] == taken) == (key in overruled), key
 
 
 @pytest.mark.parametrize(

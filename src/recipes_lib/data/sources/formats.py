@@ -483,10 +483,10 @@ def _read_text(raw: Raw) -> dict[str, Any]:
 
 def _read_system(raw: Raw) -> list[Message]:
     system = "" if raw.get("system") is None else raw["system"]
-    if isinstance(system, Mapping):  # As in Gemini's chats.
-        system = clean_messages([{**system, "role": "system"}], "system")[0]["content"]
-    system = check_text(system, "`system`")
-    return [{"role": "system", "content": system}] if system.strip() else []
+    # An object in Gemini's chats, a list of parts in those of Anthropic and Bedrock.
+    turn = {**(system if isinstance(system, Mapping) else {"content": system}), "role": "system"}
+    text = clean_messages([turn], "system")[0]["content"]
+    return [{"role": "system", "content": text}] if text.strip() else []
 
 
 def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:

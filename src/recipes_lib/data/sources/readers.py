@@ -137,7 +137,7 @@ def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Ite
         yield first, "".join(joined) if broken is None else broken
 
 
-WRAPPERS: Final = ("data", "rows", "examples", "instances")
+WRAPPERS: Final = ("data", "rows", "examples", "instances", "train")
 """Keys of a JSON document that may hold the list of rows."""
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
