@@ -50,3 +50,6 @@ def test_script_of_each_shell_lists_all_commands(capsys, shell):
     assert {"check", "score", "distill-store"} <= set(script.replace('"', " ").split())
     assert script.startswith("(( $+functions[compdef] )) || { autoload -U compinit") == (shell == "zsh")
     assert ("bashcompinit" in script) == (shell == "zsh")
+    with pytest.raises(SystemExit):
+        completion.main(["--help"])
+    assert f"recipes completion {shell}" in " ".join(capsys.readouterr().out.split())

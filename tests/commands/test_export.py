@@ -204,12 +204,13 @@ def test_name_of_a_gguf_file_without_its_type_is_rejected(tmp_path):
 
 
 def test_gguf_without_converter_or_model_is_rejected(tmp_path, monkeypatch):
-    def fails(message: str, name: str = "a.gguf") -> None:
+    def fails(message: str, name: str = "a.gguf", *flags: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            main_export([str(tmp_path), str(tmp_path / name), "--gguf", "f16"])
+            main_export([str(tmp_path), str(tmp_path / name), "--gguf", "f16", *flags])
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    fails("name its folder by --llama_cpp")
+    fails("no convert_hf_to_gguf.py on the PATH\n.*name its folder by --llama_cpp")
+    fails("no convert_hf_to_gguf.py in nowhere\n", "a.gguf", "--llama_cpp", "nowhere")
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("#!/bin/sh\n")
     converter.chmod(0o755)

@@ -326,6 +326,13 @@ def test_keys_of_shipped_pipeline_are_valid(
     )
 
 
+def test_rounds_replace_what_the_recipes_name_of_another_model_and_dataset() -> None:
+    pairs, policy = load_pipeline(ROOT / "recipes" / "pipelines" / "iterated_dpo.yaml").stages[:2]
+    # The policy lacks the padding token of the recipe that samples; a file of rows has only the split `train`.
+    assert "--pad_token null" in " ".join(pairs.words)
+    assert "--dataset_train_split train --dataset_test_split null" in " ".join(policy.words)
+
+
 def test_teaching_assistants_pass_teacher_between_stages() -> None:
     assistant, student, direct = load_pipeline(ROOT / "recipes" / "pipelines" / "teaching_assistants.yaml").stages
     assert student.argv[student.argv.index("--teacher_model_name_or_path") + 1] == str(assistant.output)

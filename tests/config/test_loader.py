@@ -69,6 +69,13 @@ def test_unknown_keys_beyond_limit_are_counted(problems_of) -> None:
     assert "docs/configs/sft.md" in problems[-1].remedy
 
 
+@pytest.mark.parametrize(("num_keys", "is_foreign"), [(2, False), (3, True)])
+def test_file_of_another_program_is_referred_to_migration(num_keys, is_foreign, problems_of) -> None:
+    keys = ["base_model: a/b\n", "micro_batch_size: 2\n", "torch_dtype: auto\n"]
+    problems = problems_of("".join(keys[:num_keys]))
+    assert any("recipes check --migrate" in problem.remedy for problem in problems) is is_foreign
+
+
 def test_similar_problems_are_one(problems_of) -> None:
     entries = "".join(f"  - {{name: a/b, weight: -{number}}}\n" for number in range(1, 101))
     (problem,) = problems_of(f"adam_beta1: x\nadam_beta2: x\ndataset_mixture:\n{entries}")[2:]

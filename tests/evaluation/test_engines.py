@@ -368,8 +368,9 @@ def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: 
         (lambda path: path.write_bytes(b""), "header too small"),
         (lambda path: path.unlink(), "no whole safetensors weights"),
         (lambda path: drop_weight(path), "lacks 1 weights, such as model.norm.weight"),
+        (lambda path: pickle_weights(path), "no whole safetensors weights, and pickled ones could run code"),
     ],
-    ids=["torn", "empty", "absent", "a weight is absent"],
+    ids=["torn", "empty", "absent", "a weight is absent", "pickled"],
 )
 def test_incomplete_model_is_refused(
     model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
@@ -476,3 +477,8 @@ def drop_weight(path: Path) -> None:
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def pickle_weights(path: Path) -> None:
+    torch.save(load_file(path), path.with_name("pytorch_model.bin"))
+    path.unlink()

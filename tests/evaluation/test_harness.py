@@ -323,6 +323,7 @@ def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
         ({"architectures": ["LlamaForRewardModel"]}, "which does not generate text"),
+        ({"architectures": ["BertForMaskedLM"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )

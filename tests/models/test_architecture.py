@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, GenerationConfig, T5Config
+from transformers import AutoConfig, GenerationConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
@@ -60,12 +60,18 @@ def test_random_weights_follow_seed(tiny_tokenizer, model_type: str) -> None:
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
-def test_model_that_is_not_causal_is_refused_by_its_configuration(tiny_tokenizer, tmp_path) -> None:
-    T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="t5 models are not causal language models"):
+@pytest.mark.parametrize("model_type", ["t5", "bert", "xlm-roberta"])
+def test_model_that_is_not_causal_is_refused_by_its_configuration(model_type, tiny_tokenizer, tmp_path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{model_type} models are not causal language models"):
         find_model_config(ModelConfig(model_name_or_path=str(tmp_path)), tiny_tokenizer, 64)
-    with pytest.raises(ConfigError, match="model_config: t5 models are not causal"):
-        find_model_config(ModelConfig(model_config={"model_type": "t5"}), tiny_tokenizer, 64)
+    with pytest.raises(ConfigError, match=f"model_config: {model_type} models are not causal"):
+        find_model_config(ModelConfig(model_config={"model_type": model_type}), tiny_tokenizer, 64)
+
+
+@pytest.mark.parametrize("architecture", [{"model_type": "bert", "is_decoder": True}, {"model_type": "gpt_neox"}])
+def test_decoder_is_accepted(architecture, tiny_tokenizer) -> None:
+    find_model_config(ModelConfig(model_config=architecture), tiny_tokenizer, 64)
 
 
 def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) -> None:

@@ -271,7 +271,7 @@ def test_checkpoint_in_shards_is_refused_with_export_command(model_dir: Path) ->
     ("name", "found"),
     [
         ("/nowhere/at/all", "/nowhere/at/all is neither a folder nor a Hub id"),
-        ("owner/missing", "owner/missing is not in the cache, and the Hub is out of reach"),
+        ("owner/missing", "owner/missing is no folder, and not in the cache while the Hub is out of reach"),
     ],
 )
 def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:
@@ -282,7 +282,7 @@ def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object]
     ("kind", "status", "words", "way_out"),
     [
         (hub.GatedRepoError, 403, "org/model is gated", "accept its terms"),
-        (hub.RepositoryNotFoundError, 401, "org/model is not on the Hub, or private", "check the spelling"),
+        (hub.RepositoryNotFoundError, 401, "org/model is no folder, and not on the Hub or private", "check the spell"),
         (hub.RevisionNotFoundError, 404, "org/model has no such revision", "check model_revision"),
         (hub.HfHubHTTPError, 401, "org/model: the Hub answers 401", "unset HF_TOKEN"),
         (hub.HfHubHTTPError, 403, "org/model: the Hub answers 403", "token that may read it"),

@@ -136,7 +136,8 @@ def _find_converter(llama_cpp: Path | None) -> list[str]:
     elif (script := llama_cpp / CONVERTER).is_file():
         return [sys.executable, str(script)]
     remedy = "clone github.com/ggml-org/llama.cpp, install its requirements.txt, and name its folder by --llama_cpp"
-    raise ConfigError(Problem("--llama_cpp", f"there is no {CONVERTER} {llama_cpp or 'on the PATH'}", remedy))
+    place = f"in {llama_cpp}" if llama_cpp else "on the PATH"
+    raise ConfigError(Problem("--llama_cpp", f"there is no {CONVERTER} {place}", remedy))
 
 
 def _write_model(checkpoint: Path, folder: Path) -> int:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 import yaml
 
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_known
+from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMAND_RULES, DECISIONS, RULES, check_given, is_overruled
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import Settings
@@ -50,6 +50,8 @@ _EXPANDED: Final = {
     *("duplicates_of", "refusals_path", "judge", "judge_prompt", "method"),
 }
 """Keys of recipes and commands whose value is or contains paths, in which ``~/`` is expanded."""
+_MANY: Final = 3
+"""Number of keys of other programs from which a file is taken for one to migrate."""
 _MAX_EXPLAINED: Final = 50
 """Unknown keys that are explained; others are counted, because the search for similar keys is slow."""
 
@@ -358,6 +360,11 @@ def _read_settings(path: Path | None, entries: Sequence[Entry], table: KeyTable,
     if more := unknown[_MAX_EXPLAINED:]:
         remedy = f"is it a file for recipe {table.recipe}? see docs/configs/{table.recipe}.md"
         problems.append(Problem(more[0].where, f"more unknown keys: {len(more):,}", remedy))
+    foreign = (read_renames().retired.keys() | read_synonyms().keys()) - table.keys.keys()
+    written = sum(entry.key in foreign and not entry.flag for entry in given.values())
+    if path is not None and written >= _MANY and table.recipe in RECIPE_NAMES:
+        remedy = f"`recipes check --migrate {path}` converts files of TRL, axolotl, LLaMA-Factory and others"
+        problems.append(Problem(str(path), f"has {written} keys of other programs or versions", remedy))
     return Settings(table, str(path or "command line, without --config"), meant | given, values)
 
 

@@ -323,9 +323,10 @@ def _load_complete(auto_class: Any, name: str, **options: Any) -> Any:
 
     Raises:
         ConfigError: The checkpoint lacks weights of the model.
+        OSError: Its weights are no safetensors.
     """
     with without_report():
-        model, info = auto_class.from_pretrained(name, **options, output_loading_info=True)
+        model, info = auto_class.from_pretrained(name, **options, use_safetensors=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         found = f"the checkpoint of {name} lacks {len(missing)} weights, such as {missing[0]}"
         remedy = f"name a complete {type(model).__name__} checkpoint"

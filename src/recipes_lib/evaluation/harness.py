@@ -207,7 +207,8 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         remedy = "name a complete adapter; convert pickled weights, which can run code, only if you trust them"
         raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
     settings, _ = load_model_config(base)
-    if wrong := [kind for kind in settings.architectures or [] if "Classification" in kind or "RewardModel" in kind]:
+    others = ("Classification", "RewardModel", "MaskedLM")
+    if wrong := [kind for kind in settings.architectures or [] if any(other in kind for other in others)]:
         found = f"{name} is a {wrong[0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
     described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or Path(name), settings)}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -61,8 +62,11 @@ def find_model_config(
     else:
         key, model_config = "model_config", build_model_config(config.model_config, tokenizer, max_length)
         generation_config = GenerationConfig.from_model_config(model_config)
+    kind = type(model_config)
+    # As a causal class, transformers also loads encoders such as BERT, and leaves their attention bidirectional.
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_decoder", True)
     # Code from the Hub has classes of its own.
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(model_config, "auto_map"):
+    if (kind not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder) and not hasattr(model_config, "auto_map"):
         found = f"{model_config.model_type} models are not causal language models"
         raise ConfigError(Problem(key, found, "choose a decoder-only model, such as of Llama or Qwen"))
     return model_config, generation_config

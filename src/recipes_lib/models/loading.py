@@ -57,9 +57,13 @@ _OPTIONAL: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_m
 SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
-    (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
+    (RepositoryNotFoundError, "is no folder, and not on the Hub or private", "check the spelling, or `hf auth login`"),
     (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
-    (LocalEntryNotFoundError, "is not in the cache, and the Hub is out of reach", "`hf download {name}` while online"),
+    (
+        LocalEntryNotFoundError,
+        "is no folder, and not in the cache while the Hub is out of reach",
+        "correct the path, or `hf download {name}` while online",
+    ),
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
     (
         "trust_remote_code",
