@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.rows import read_files
 
-from recipes_lib.commands.prepare import prepare as command
+from recipes_lib.commands import prepare as command
 from recipes_lib.data import store
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.prepared_set import prepare
@@ -62,7 +62,8 @@ def test_second_call_does_not_tokenise(build, load_tokenizer, tokenized):
     assert dataclasses.replace(second, is_new=True) == first
 
 
-def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp_path, capsys):
+def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_load_tokenizer", load_tokenizer)
     config = build()
     keys = {
         "recipe": config.recipe,
@@ -78,7 +79,7 @@ def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp
     argv = [f"--{name}={value}" for name, value in (keys | start).items()]
     outputs = []
     for _ in range(2):
-        command(argv, load_tokenizer)
+        command.prepare(argv)
         outputs.append(capsys.readouterr().out)
     found = {"sft": "packs", "dpo": "prompts", "pretrain": "held out of", "grpo": "left out, too long"}
     assert found[config.recipe] in outputs[0]

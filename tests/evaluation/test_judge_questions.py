@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,16 @@ def test_mismatched_answers_are_refused(tmp_path: Path, rows: list[Any], found: 
     questions = [Question(name, None, [], ["?"]) for name in "ab"]
     with pytest.raises(DataError, match=found):
         load_answers(write_rows(tmp_path / "a.jsonl", rows), questions)
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_list_of_alpaca_eval_equals_lines(tmp_path: Path, is_list: bool) -> None:
+    rows = [{"instruction": f"Task {n}", "output": f"Done {n}", "generator": "m", "dataset": "d"} for n in range(3)]
+    path = tmp_path / "alpaca_eval.json"
+    path.write_text(json.dumps(rows, indent=2) if is_list else "\n".join(map(json.dumps, rows)))
+    questions = load_questions(path, limit=2)
+    assert [question.turns for question in questions] == [["Task 0"], ["Task 1"]]
+    assert load_answers(path, questions) == [["Done 0"], ["Done 1"]]
 
 
 def test_invalid_line_is_reported_with_number(tmp_path: Path) -> None:

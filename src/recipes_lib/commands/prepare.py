@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-    from recipes_lib.data.packed.encoding import TokenizerLoader
     from recipes_lib.data.store import PreparedSet
 
 
@@ -27,12 +26,8 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
     return load_tokenizer(config.model, config.tokens)
 
 
-def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
+def prepare(argv: Sequence[str]) -> None:
     """Prepare the data of a run; if the prepared set exists, no tokenizer is loaded.
-
-    Args:
-        argv: Arguments after the command: those of the recipe's script.
-        load_tokenizer: Loads the tokenizer; called only if something is tokenised.
 
     Raises:
         ConfigError: The configuration is invalid.
@@ -41,7 +36,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     options, overrides = CommandParser("prepare").parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     started = time.monotonic()
-    summary, is_new, places = _prepare(config, load_tokenizer)
+    summary, is_new, places = _prepare(config)
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -51,19 +46,19 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         console.print(place, soft_wrap=True)
 
 
-def _prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
+def _prepare(config: RecipeConfig) -> tuple[Table, bool, list[str]]:
     """Return a summary of the prepared sets, whether any of them is new, and their paths."""
     if config.recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
-        tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
+        tokens = token_data.prepare_tokens(config, _load_tokenizer, num_tokens=config.pretraining.max_tokens)
         named = tokens.record.get("eval_datasets", {}).values()
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
     if config.recipe in ("ppo", "rloo", "grpo"):
         from recipes_lib.data import prompts
 
-        prepared = prompts.prepare_prompts(config, load_tokenizer)
+        prepared = prompts.prepare_prompts(config, _load_tokenizer)
         return prompts.render_summary(prepared), prepared.is_new, _describe(prepared)
     if config.recipe in ("reward", "dpo"):
         from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
@@ -73,9 +68,9 @@ def _prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Tab
         from recipes_lib.data.packed.prepared_set import render_summary
     from recipes_lib.data.sources.mixtures import derive_eval_configs
 
-    prepared = prepare_rows(config, load_tokenizer)
+    prepared = prepare_rows(config, _load_tokenizer)
     sets = {
-        name: prepare_rows(derived, load_tokenizer)
+        name: prepare_rows(derived, _load_tokenizer)
         for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
     }
     places = [*_describe(prepared), *(f"{name}: {found.path}" for name, found in sets.items())]
@@ -86,12 +81,8 @@ def _describe(prepared: PreparedSet) -> list[str]:
     return [f"key  {prepared.key}", f"path {prepared.path}"]
 
 
-def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
+def preview(argv: Sequence[str]) -> None:
     """Show training rows token by token, with the loss mask; optionally as an HTML page.
-
-    Args:
-        argv: Arguments after the command: ``--rows``, ``--html``, and those of the recipe's script.
-        load_tokenizer: Loads the tokenizer of the run.
 
     Raises:
         ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
@@ -104,7 +95,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     from recipes_lib.data.packed.preview import build_preview, render_text
     from recipes_lib.report.html_pages import write_page
 
-    rows = build_preview(config, load_tokenizer(config), options.rows)
+    rows = build_preview(config, _load_tokenizer(config), options.rows)
     if options.html is not None:
         title = f"{config.data.dataset_name or 'dataset_mixture'}: training rows"
         with explain_write_errors(options.html, "name another file after --html"):

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from recipes_lib.errors import DataError, Problem, collect_problems, list_first, raise_problems
 from recipes_lib.evaluation.endpoint import Answerer, Message, split_reasoning
-from recipes_lib.files import read_lines
+from recipes_lib.files import read_json, read_lines
 
 _IDS: Final = ("question_id", "uid", "id")
 _TEXTS: Final = ("prompt", "question", "instruction")
@@ -225,17 +225,20 @@ def _read_rows(path: Path) -> Iterator[_NumberedRow]:
     Raises:
         DataError: The file is missing or empty, or a line is not a JSON object or holds half a surrogate pair.
     """
-    number = -1
-    for number, row in enumerate(read_lines(path)):
+    number, rows = -1, None
+    if path.suffix == ".json":  # AlpacaEval's are lists.
+        with suppress(DataError):
+            rows = read_json(path)
+    for number, row in enumerate(rows if isinstance(rows, list) else read_lines(path)):
         where = f"{path}:{number + 1}"
-        if row is None:
+        if not isinstance(row, dict):
             raise DataError(Problem(where, "is not a JSON object", "write one object on each line"))
         # Escaped in JSON, it is valid there, and no tokenizer encodes it.
         if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
             raise DataError(Problem(where, "holds half a surrogate pair", "remove it, or write the whole character"))
         yield number, where, row
     if number < 0:
-        raise DataError(Problem(str(path), "is missing or empty", "name a file of JSON Lines"))
+        raise DataError(Problem(str(path), "is missing or empty", "name a file of JSON Lines, or a JSON list"))
 
 
 def _find_repeated(ids: Sequence[str], path: Path) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from recipes_lib.commands.prepare import preview
+from recipes_lib.commands import prepare
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.packing import Examples, build_examples
@@ -97,13 +97,14 @@ def test_special_tokens_are_marked(tiny_tokenizer):
 
 
 @pytest.fixture
-def show(build_config, tiny_tokenizer, tmp_path):
+def show(build_config, tiny_tokenizer, tmp_path, monkeypatch):
     config = build_config()
+    monkeypatch.setattr(prepare, "_load_tokenizer", lambda config: tiny_tokenizer)
 
     def run(*flags):
         keys = {"model_name_or_path": config.model.model_name_or_path, "dataset_name": config.data.dataset_name}
         argv = [*flags, *(f"--{key}={value}" for key, value in keys.items()), f"--output_dir={tmp_path / 'out'}"]
-        preview(argv, lambda config: tiny_tokenizer)
+        prepare.preview(argv)
 
     return run
 

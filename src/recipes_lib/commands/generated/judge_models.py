@@ -93,7 +93,7 @@ def _find_answers(
 ) -> list[list[str]]:
     """Return the answers of a model to each question, read from its file or sampled, and warn of incomplete ones."""
     num_cut, path = 0, Path(name)
-    if not (path.is_file() or name.endswith(".jsonl")):
+    if not (path.is_file() or name.endswith((".json", ".jsonl"))):
         path = _sample_answers(at, name, questions, options, progress)
         num_cut = sum(bool(row and row.get("num_cut")) for row in read_lines(path))
     answers = load_answers(path, questions)
