@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import re
@@ -20,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
+from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
@@ -37,11 +37,6 @@ Message = Mapping[str, Any]
 
 Answer = Sequence[Message] | tuple[str, str]
 """Chat that ends with an assistant message, or a pair of plain prompt and answer."""
-
-_TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
-"""Date of ``strftime_now`` in templates, as in training, so that scores do not depend on the day."""
-
-_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 SCALE_FILE: Final = "reward_scale.json"
 """File with the statistics of a reward model saved as an adapter, whose folder has no config.json."""
@@ -363,7 +358,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     Raises:
         ValueError: The last message is not the assistant's.
     """
-    chat = [_canonical(message) for message in answer if not isinstance(message, str)]
+    chat = [normalise_message(message) for message in answer if not isinstance(message, str)]
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"the last message has the role {chat[-1]['role']!r}, and only assistant messages are scored")
     template = _compile(tokenizer.get_chat_template())
@@ -393,14 +388,7 @@ def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def _compile(source: str) -> Template:
     """Compile the template as ``apply_chat_template`` does, with a fixed clock."""
     environment: Environment = _compile_jinja_template(source).environment
-    return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    """Normalise a message as in training: without null values, and with reasoning under all of its common keys."""
-    present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
-    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+    return environment.from_string(source, globals={"strftime_now": TEMPLATE_DATE.strftime})
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
