@@ -37,7 +37,6 @@ from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explai
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_warnings
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
-from recipes_lib.models.inference import temporarily
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
 
@@ -274,10 +273,11 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
     def _create_model(self, *args: Any, **options: Any) -> None:
         # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
-        complete = SimpleNamespace(from_pretrained=partial(_load_complete, self.AUTO_MODEL_CLASS))
+        auto_class = self.AUTO_MODEL_CLASS
+        self.AUTO_MODEL_CLASS = SimpleNamespace(from_pretrained=partial(_load_complete, auto_class))
         adapter = options.get("peft")
         try:
-            with suppress_peft_warnings(), temporarily(self, AUTO_MODEL_CLASS=complete):
+            with suppress_peft_warnings():
                 warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
                 super()._create_model(*args, **options)
         except UserWarning as warning:
@@ -288,13 +288,18 @@ class CheckedModel(HFLM):  # type: ignore[misc]
                 raise
             found = f"the adapter {adapter} does not fit its base: {str(error).strip().splitlines()[-1].strip()}"
             raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
+        finally:
+            self.AUTO_MODEL_CLASS = auto_class
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as ``HFLM`` does."""
         # Overridden (lm-eval 0.4.13): with several ranks it gathers the number of requests, to pad all ranks to the
         # same number of batches. Only a sharded model needs that, and it hangs if the cache leaves a rank no request.
-        with temporarily(self, _world_size=1):
+        world_size, self._world_size = self._world_size, 1
+        try:
             scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._world_size = world_size
         return scores
 
     def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
