@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, _ren
 
 from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.config.token_ids import find_prefix
+from recipes_lib.config.token_ids import find_end_tokens, find_prefix
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
@@ -329,7 +329,7 @@ def encode_answers(
     # Rendered text has its special tokens already.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begin = find_prefix(*(tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True)))
-    ends = {tokenizer.eos_token_id, *_list_special(tokenizer)}
+    ends = find_end_tokens(tokenizer)
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
         if _is_plain(answer) and ids[: len(begin)] != begin:
             ids[:0] = begin
@@ -365,7 +365,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
     # Without tools, documents and generation prompt; `marked` are the character spans of generation blocks.
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    special = [*_list_special(tokenizer).values()]
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if marked:  # The template marks the end of the answer itself.
         text = text[: marked[-1][1]]
     elif text.rstrip().endswith(tuple(special)):
@@ -377,11 +377,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     # The template added an end-of-turn token and perhaps an end-of-text token, with line breaks around them.
     end = f"(?:{'|'.join(map(re.escape, special))})"
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
-
-
-def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the special tokens by id."""
-    return {at: str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @functools.cache
