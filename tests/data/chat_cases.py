@@ -13,9 +13,9 @@ import pytest
 from tests.data.templates.tokenizers import build_byte_level
 from transformers import PreTrainedTokenizerFast
 
+from recipes_lib.config.chat_messages import TEMPLATE_DATE
 from recipes_lib.config.schema import LossOn
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.templates import TEMPLATE_DATE
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 

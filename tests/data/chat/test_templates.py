@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.data.chat_cases import FixedClock, answer, user
 from transformers.utils import chat_template_utils
 
-from recipes_lib.data.chat.templates import NOBODY, TEMPLATE_DATE, ChatTemplate, Rendered, TemplateError
+from recipes_lib.config.chat_messages import TEMPLATE_DATE
+from recipes_lib.data.chat.templates import NOBODY, ChatTemplate, Rendered, TemplateError
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}

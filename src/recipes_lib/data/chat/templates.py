@@ -8,7 +8,6 @@ single piece where it is written: it belongs to the turn that writes it, not to 
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +18,8 @@ from jinja2 import Environment, Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from recipes_lib.data.sources.messages import REASONING_KEYS
+from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
 from recipes_lib.data.sources.rows import Message
-
-TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
-"""Date of ``strftime_now`` in training: fixed, so that prepared sets and resumed runs do not depend on the day."""
 
 NOBODY: Final = -1
 """Message index of text outside of messages: preambles, tool schemas, text after the loop."""
@@ -141,7 +137,7 @@ class ChatTemplate:
         Source: ``transformers.utils.chat_template_utils.render_jinja_template``; equality over every shipped template
         in ``tests/data/chat/test_templates.py``.
         """
-        chat = [_canonical(message) for message in messages]
+        chat = [normalise_message(message) for message in messages]
         trace = _Trace(chat)
         # `_TRACE` comes last, so that the variables of an untrusted row cannot replace it.
         context = {"documents": None, **self._variables, **(variables or {}), _TRACE: trace}
@@ -198,7 +194,7 @@ class _Trace:
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[str] = []
         self._messages = messages
-        # By identity, since turns can be equal; `_canonical` has made a new object of each.
+        # By identity, since turns can be equal; `normalise_message` has made a new object of each.
         self._index = {id(message): index for index, message in enumerate(messages)}
         # (number of pieces, message that writes from there on)
         self._changes = [(0, NOBODY)]
@@ -350,12 +346,3 @@ def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template
     if mentions != [branch.test] or read & {"messages", "tools", *own}:
         return None
     return _compile(nodes.Template(branch.body, lineno=branch.lineno), environment)
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    """Return a copy of a message, normalised as by ``apply_chat_template``: no null keys, reasoning under all names."""
-    if len(message) == 2 and message.get("content") is not None:
-        return dict(message)  # Most messages have only a role and a content.
-    present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
-    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -10,6 +10,7 @@ from itertools import cycle, takewhile
 from types import NoneType, UnionType
 from typing import Any, Final, TypeGuard, TypeVar
 
+from recipes_lib.config.chat_messages import REASONING_KEYS
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"
@@ -70,9 +71,6 @@ TEXTS: Final = re.compile(r'\[(?:"(?:[^"\\]++|\\.)*+"(?:, ?|\]))+')
 
 REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?|(complex_)?cot|chain_of_thought", re.I)
 """Columns that may have the reasoning of the answer beside them."""
-
-REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may have its reasoning, in order of precedence."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 

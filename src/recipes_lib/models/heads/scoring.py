@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import re
@@ -20,8 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
+from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.config.token_ids import find_prefix
+from recipes_lib.config.token_ids import find_end_tokens, find_prefix
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
@@ -37,11 +37,6 @@ Message = Mapping[str, Any]
 
 Answer = Sequence[Message] | tuple[str, str]
 """Chat that ends with an assistant message, or a pair of plain prompt and answer."""
-
-_TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
-"""Date of ``strftime_now`` in templates, as in training, so that scores do not depend on the day."""
-
-_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 SCALE_FILE: Final = "reward_scale.json"
 """File with the statistics of a reward model saved as an adapter, whose folder has no config.json."""
@@ -334,7 +329,7 @@ def encode_answers(
     # Rendered text has its special tokens already.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begin = find_prefix(*(tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True)))
-    ends = {tokenizer.eos_token_id, *_list_special(tokenizer)}
+    ends = find_end_tokens(tokenizer)
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
         if _is_plain(answer) and ids[: len(begin)] != begin:
             ids[:0] = begin
@@ -363,14 +358,14 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     Raises:
         ValueError: The last message is not the assistant's.
     """
-    chat = [_canonical(message) for message in answer if not isinstance(message, str)]
+    chat = [normalise_message(message) for message in answer if not isinstance(message, str)]
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"the last message has the role {chat[-1]['role']!r}, and only assistant messages are scored")
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
     # Without tools, documents and generation prompt; `marked` are the character spans of generation blocks.
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    special = [*_list_special(tokenizer).values()]
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     if marked:  # The template marks the end of the answer itself.
         text = text[: marked[-1][1]]
     elif text.rstrip().endswith(tuple(special)):
@@ -384,23 +379,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
 
 
-def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the special tokens by id."""
-    return {at: str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
 @functools.cache
 def _compile(source: str) -> Template:
     """Compile the template as ``apply_chat_template`` does, with a fixed clock."""
     environment: Environment = _compile_jinja_template(source).environment
-    return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    """Normalise a message as in training: without null values, and with reasoning under all of its common keys."""
-    present = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
-    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+    return environment.from_string(source, globals={"strftime_now": TEMPLATE_DATE.strftime})
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
