@@ -56,6 +56,12 @@ def test_dataset_name_must_be_path_or_hub_id(problems_of, name: str) -> None:
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
 
 
+@pytest.mark.parametrize("name", ["https://huggingface.co/datasets/owner/name", "s3://bucket/rows.jsonl"])
+def test_url_is_refused_with_its_remedy(problems_of, name: str) -> None:
+    (problem,) = problems_of(text=f"model_name_or_path: a/b\noutput_dir: o\ndataset_name: {name}\n")
+    assert problem.remedy.startswith("URLs are not read")
+
+
 def test_mixture_entry_may_be_a_name(write, problems_of) -> None:
     path = write("model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [a/b, {name: c/d, repeat: 2}]\n")
     names = [{"name": "a/b"}, {"name": "c/d", "repeat": 2}]

@@ -20,6 +20,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         ("early_stopping_threshold: 0.1", 5, "no effect: `early_stopping_patience` is null"),
         ("adam_beta2: 0.95\noptim: sgd", 5, "`adam_beta2` has no effect: `optim` does not take it"),
+        ("optim_target_modules: all-linear", 5, "`optim_target_modules` has no effect: `optim` is"),
         ("optim: lion_8bit\nadam_epsilon: 1.0e-6", 6, "`adam_epsilon` has no effect"),
         ("activation_checkpointing_kwargs: {save_matmuls: true}", 5, "no effect: `activation_checkpointing` is false"),
         *(

@@ -54,6 +54,7 @@ def load(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
         {"messages": [*QUESTION, FOUR], "label": True},
         {"prompt": QUESTION, "messages": [{"role": "user", "content": "ignored"}, FOUR]},
         {"prompt": "What is 2 plus 2?", "messages": [*QUESTION, FOUR]},
+        {"question": "What is 2 plus 2?", "samples": str([*QUESTION, FOUR])},
         {"prompt": "What is 2 plus 2?", "conversations": [*QUESTION, FOUR]},
         {"prompt": "What is 2 plus 2?", "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
         {"prompt": QUESTION, "chosen": [FOUR], "rejected": [FIVE]},

@@ -126,6 +126,8 @@ def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
 def suggest_sibling(text: str) -> str:
     """Return the remedy for a path that does not exist, such as the nearest file beside it, or an empty text."""
     path = Path(text)
+    if "://" in text:
+        return "URLs are not read: download the files; a dataset or model of the Hub is `owner/name`"
     if "*" in text:
         return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
     if VARIABLE.search(text):

@@ -65,7 +65,7 @@ class Dependency:
         keys: Names of the keys, separated by spaces.
         decider: Names of the other keys, separated by spaces; one of them is enough. A recipe without any of them
             requires nothing.
-        values: Values of ``decider`` at which ``keys`` have an effect; empty: all values except null, false and 0.
+        values: Values of ``decider`` at which ``keys`` have an effect; empty: all values except null, false, off and 0.
     """
 
     keys: str
@@ -82,7 +82,8 @@ class Dependency:
         decider, *others = self.decider.split()
         shown = json.dumps(settings[decider], ensure_ascii=False)[:80]
         found = f"`{key}` has no effect: `{'`, `'.join([decider, *others])}` {'are' if others else 'is'} {shown}"
-        value = " or ".join(map(str, self.values)) or ("true" if settings[decider] is False else "...")
+        enabled = "true" if settings[decider] is False else "apply" if settings[decider] == "off" else "..."
+        value = " or ".join(map(str, self.values)) or enabled
         remedy = (
             "keep one of the two lines"
             if self.values == (None,)
@@ -91,7 +92,7 @@ class Dependency:
         return settings.problem(key, found, remedy)
 
     def _allows(self, value: Any) -> bool:
-        return _holds_any(value, self.values) if self.values else bool(value)
+        return _holds_any(value, self.values) if self.values else bool(value) and value != "off"
 
 
 def _holds_any(value: Any, values: Sequence[Any]) -> bool:

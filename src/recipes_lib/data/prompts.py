@@ -22,7 +22,7 @@ from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map
 from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
 from recipes_lib.data.packed.supervision_audit import Finding
-from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
+from recipes_lib.data.sources.formats import COLUMNS, canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row
@@ -335,7 +335,8 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[Row | Problem]:
 def _take_prompt(raw: RawRow, data: DataConfig) -> Row:
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
     try:
-        columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
+        columns = {name: value for name, value in raw.columns.items() if value is not None}
+        columns |= {name: parse_chat(value, name) for name, value in columns.items() if name.strip().lower() in COLUMNS}
         prompt = columns.get("prompt")
         if isinstance(prompt, str):
             is_beside_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)

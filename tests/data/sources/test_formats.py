@@ -24,6 +24,7 @@ USER = {"role": "user", "content": "What is 2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
 WRONG = {"role": "assistant", "content": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+JSON_CHAT = json.dumps([USER, ANSWER])
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 WRITTEN_CALL = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
@@ -292,6 +293,12 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"messages": [ADD, ANSWER]},
     ),
     "LIMA": ("sharegpt", {"conversations": ["What is 2 + 2?", "4"], "source": "web"}, CHAT),
+    "The Stack's file of a chat": ("text", {"content": JSON_CHAT, "original": str([USER])}, {"text": JSON_CHAT}),
+    "an answer that is JSON of a chat": (
+        "alpaca",
+        {"instruction": "Write a chat.", "output": JSON_CHAT},
+        {"messages": [{**USER, "content": "Write a chat."}, {**ANSWER, "content": JSON_CHAT}]},
+    ),
     "The Stack": ("text", {"content": "x = 4", "lang": "Python"}, {"text": "x = 4"}),
     "distilabel's pairs of Orca": (
         "preference",

@@ -236,7 +236,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
             # The row that determined the layout may have no value in an optional column.
             other = _name_optional(column, row_format.name)
             name = renamed.get(column, column if other in columns else other)
-            raw[name] = parse_chat(value, column)
+            raw[name] = parse_chat(value, column) if name in _CHATS else value
         if needs_answer and row_format.name not in ("preference", "text"):
             _refuse_labelled(raw)
         fields = _LAYOUTS[row_format.name].read(raw)
@@ -452,8 +452,7 @@ def _check_pair(**answers: list[Message]) -> None:
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
-    margin = raw.get("margin")
-    if margin is None or not str(margin).strip():  # An empty cell of a table.
+    if (margin := raw.get("margin")) is None or not str(margin).strip():  # An empty cell of a table.
         return {}
     try:
         number = math.nan if isinstance(margin, bool) else float(margin)
@@ -475,8 +474,7 @@ def _read_text(raw: Raw) -> dict[str, Any]:
         found = "the row is one message of a conversation (`message_id`, `role`), not a text"
         remedy = "join the messages of each conversation into `messages`; or write `dataset_columns: {role: null}`"
         raise RowError(found, remedy)
-    text = check_text(_take(raw, "text"), "`text`")
-    if not text or text.isspace():
+    if not (text := check_text(_take(raw, "text"), "`text`")) or text.isspace():
         raise RowError("`text` is empty", _REMOVING)  # In wikitext, a third of the rows are blank lines.
     return {"text": text}
 
@@ -515,6 +513,8 @@ def _quote(columns: list[str]) -> str:
 _MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
+_CHATS: Final = ("messages", "conversations", "prompt", "completion", "question", "chosen", "rejected")
+"""Columns that can be chats, also as texts of JSON; in another column, such a text is a document or an answer."""
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 
