@@ -119,6 +119,8 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
     assert "steps and learning rate" in output
     save_file({**weights, "model.norm.weight": norm}, model / "model.safetensors", metadata={"format": "pt"})
     assert run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")[0] == []
+    (problem,) = run_check(recipe, rows, **keys | {key: "runs/absent"}, pad_token="<|pad|>")[0]
+    assert key in problem.where.split("--")
     (model / "model.safetensors").write_bytes(b"")
     problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
     assert problems == []
@@ -200,7 +202,7 @@ def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_mode
     keys_task.build_tokenizer().save_pretrained(other)
     keys = {"reward_funcs": "null", "response_length": 32}
     problems, _ = check_ppo(reward_model_name_or_path=reward, **keys)
-    assert [problem.where for problem in problems] == ["reward_model_name_or_path"]
+    assert [problem.where for problem in problems] == ["--reward_model_name_or_path"]
     assert "the reward model has 40 positions" in problems[0].found
     problems, output = check_ppo(reward_model_name_or_path=other, **keys)
     assert problems == []
@@ -209,6 +211,8 @@ def test_response_beyond_reward_model_positions_is_reported(check_ppo, tiny_mode
     assert "warning" not in output
     (problem,) = problems
     assert "lacks score.weight" in problem.found
+    (problem,) = check_ppo(reward_model_name_or_path="runs/absent", **keys)[0]
+    assert (problem.where, "runs/absent is no folder" in problem.found) == ("--reward_model_name_or_path", True)
 
 
 def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny_model_dir, tmp_path):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, GenerationConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import build_model_config, find_model_config, start_causal_lm
-from recipes_lib.models.loading import check_agreement
+from recipes_lib.models.loading import check_agreement, load_causal_lm
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -67,6 +67,8 @@ def test_model_that_is_not_causal_is_refused_by_its_configuration(model_type, ti
         find_model_config(ModelConfig(model_name_or_path=str(tmp_path)), tiny_tokenizer, 64)
     with pytest.raises(ConfigError, match=f"model_config: {model_type} models are not causal"):
         find_model_config(ModelConfig(model_config={"model_type": model_type}), tiny_tokenizer, 64)
+    with pytest.raises(ConfigError, match=f"model_name_or_path: {model_type} models are not causal"):
+        load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path)), "eager")
 
 
 @pytest.mark.parametrize("architecture", [{"model_type": "bert", "is_decoder": True}, {"model_type": "gpt_neox"}])

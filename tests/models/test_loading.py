@@ -271,7 +271,7 @@ def test_checkpoint_in_shards_is_refused_with_export_command(model_dir: Path) ->
     ("name", "found"),
     [
         ("/nowhere/at/all", "/nowhere/at/all is neither a folder nor a Hub id"),
-        ("owner/missing", "owner/missing is no folder, and not in the cache while the Hub is out of reach"),
+        ("owner/missing", "owner/missing is no folder, nor cached; the Hub is out of reach"),
     ],
 )
 def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object], name: str, found: str) -> None:

@@ -78,7 +78,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
 
     with atomic_folder(output) as staging:
         if damage := find_damage(checkpoint):
-            raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
+            remedy = "name another checkpoint-N of a run; the output_dir of a finished run needs no export"
+            raise ConfigError(Problem(str(checkpoint), damage, remedy))
         for file in (*checkpoint.iterdir(), *(checkpoint / TEMPLATES).glob("*")):
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 copy = staging / file.relative_to(checkpoint)

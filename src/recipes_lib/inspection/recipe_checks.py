@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.inspection.sections import Inspection, Report
 from recipes_lib.quantities import format_bytes, pluralize
 
@@ -183,7 +183,8 @@ class PairInspection(Inspection):
         if self.config.preference.ref_model_name_or_path is not None:
             from recipes_lib.training.trainers.dpo_trainer import verify_reference
 
-            reference = verify_reference(self.config, self.model_config)
+            with reported_at(self.config.locate("ref_model_name_or_path")):
+                reference = verify_reference(self.config, self.model_config)
             self.check_weights(report, "ref_model_name_or_path", reference)
         if self.config.recipe == "reward":
             from recipes_lib.models.heads.score_head import set_pad_token
@@ -287,7 +288,8 @@ class PPOInspection(Inspection):
             verify_arguments(functions, self._data.train[0].columns)
             self._check_references(functions, report)
         if rewards.reward_model_name_or_path is not None:
-            self._check_reward_model(rewards.reward_model_name_or_path, report)
+            with reported_at(self.config.locate("reward_model_name_or_path")):
+                self._check_reward_model(rewards.reward_model_name_or_path, report)
             names.append(MODEL)
         weights = rewards.reward_weights or [1.0] * len(names)
         terms = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))

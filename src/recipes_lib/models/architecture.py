@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -35,7 +34,7 @@ from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_c
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.models.structure import freeze_outside_text, list_layer_configs
+from recipes_lib.models.structure import freeze_outside_text, list_layer_configs, verify_causal
 
 _MOVED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys in published ``config.json`` files that transformers moves into ``rope_parameters``."""
@@ -62,13 +61,7 @@ def find_model_config(
     else:
         key, model_config = "model_config", build_model_config(config.model_config, tokenizer, max_length)
         generation_config = GenerationConfig.from_model_config(model_config)
-    kind = type(model_config)
-    # As a causal class, transformers also loads encoders such as BERT, and leaves their attention bidirectional.
-    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_decoder", True)
-    # Code from the Hub has classes of its own.
-    if (kind not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder) and not hasattr(model_config, "auto_map"):
-        found = f"{model_config.model_type} models are not causal language models"
-        raise ConfigError(Problem(key, found, "choose a decoder-only model, such as of Llama or Qwen"))
+    verify_causal(key, model_config)
     return model_config, generation_config
 
 

@@ -45,7 +45,7 @@ from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
-from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text
+from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_causal
 from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,7 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
     (RepositoryNotFoundError, "is no folder, and not on the Hub or private", "check the spelling, or `hf auth login`"),
     (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
-    (
-        LocalEntryNotFoundError,
-        "is no folder, and not in the cache while the Hub is out of reach",
-        "correct the path, or `hf download {name}` while online",
-    ),
+    (LocalEntryNotFoundError, "is no folder, nor cached; the Hub is out of reach", "`hf download {name}` while online"),
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
     (
         "trust_remote_code",
@@ -213,8 +209,9 @@ def load_causal_lm(
 
     Raises:
         ConfigError: The model cannot be loaded, its weights are not safetensors, or a weight is missing, unexpected or
-            of another shape than in the architecture.
+            of another shape than in the architecture; or as ``verify_causal``.
     """
+    verify_causal("model_name_or_path", load_model_config(config)[0])
     options: dict[str, Any] = {} if distribution is None else {"distributed_config": distribution}
     model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model

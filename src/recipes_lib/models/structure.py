@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import (
@@ -309,3 +309,19 @@ def freeze_outside_text(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if is_outside(name, parts) or name.endswith(_UNTRAINED):
             parameter.requires_grad_(False)
+
+
+def verify_causal(key: str, model_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` for the configuration of a model that is no causal language model, such as of T5 or BERT.
+
+    Args:
+        key: Configuration key that named the model.
+        model_config: Configuration of the model.
+    """
+    kind = type(model_config)
+    # As a causal class, transformers also loads encoders such as BERT, and leaves their attention bidirectional.
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(model_config, "is_decoder", True)
+    # Code from the Hub has classes of its own.
+    if (kind not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder) and not hasattr(model_config, "auto_map"):
+        found = f"{model_config.model_type} models are not causal language models"
+        raise ConfigError(Problem(key, found, "choose a decoder-only model, such as of Llama or Qwen"))

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
@@ -287,7 +287,10 @@ def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None
     elif find_adapter(str(name), source.model_revision) is not None:
         found = f"the critic would start from {name}, which is an adapter, and all of its weights are trained"
     else:
-        size, own = (each.get_text_config().vocab_size for each in (load_model_config(source)[0], policy_config))
+        key = "critic_model_name_or_path" if config.critic.critic_model_name_or_path else "reward_model_name_or_path"
+        with reported_at(config.locate(key)):
+            settings, _ = load_model_config(source)
+        size, own = (each.get_text_config().vocab_size for each in (settings, policy_config))
         if size != own:
             found = f"the critic has a vocabulary of {size:,} tokens and the policy one of {own:,}"
             remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError
+from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError, reported_at
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.quantities import pluralize
 from recipes_lib.rl.objectives import ROUNDING, find_flat_groups
@@ -123,7 +123,8 @@ def load_rewards(
     model = shared
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
-        model = RewardModel.load(name, revision=revision, device=device, place=place)
+        with reported_at("reward_model_name_or_path"):
+            model = RewardModel.load(name, revision=revision, device=device, place=place)
     return Rewards(functions, model, config.reward_weights or [1.0] * (len(functions) + (model is not None)))
 
 
