@@ -63,7 +63,8 @@ def test_warmup_matches_trainer(tmp_path, warmup_steps, num_steps):
         with pytest.raises(ConfigError, match=r"warmup_steps: the warm-up .* is as long as the run"):
             compute_warmup_steps(warmup_steps, num_steps)
     else:
-        assert compute_warmup_steps(warmup_steps, num_steps) == args.get_warmup_steps(num_steps)
+        # A share leaves one step, unlike upstream's.
+        assert compute_warmup_steps(warmup_steps, num_steps) == min(args.get_warmup_steps(num_steps), num_steps - 1)
 
 
 def test_steps_are_inversely_proportional_to_world_size():

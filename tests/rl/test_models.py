@@ -9,7 +9,14 @@ import torch
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
@@ -186,6 +193,20 @@ def test_critic_with_another_vocabulary_raises(load, tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="vocabulary of 50 tokens"):
         load(critic_model_name_or_path=tmp_path / "other")
+
+
+@pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
+def test_experts_have_no_load_balancing_loss(load, policy_dir, tmp_path, keys):
+    dense = LlamaConfig.from_pretrained(policy_dir).to_diff_dict()
+    config = MixtralConfig(**{**dense, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True})
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "experts")
+    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(tmp_path / "experts")
+    models = load(model_name_or_path=tmp_path / "experts", **keys)
+    with models.using("policy") as policy:
+        at = {"predictors": torch.arange(7), "targets": IDS[0], "token_logps": True}
+        assert policy(input_ids=IDS, position_ids=INPUTS["position_ids"], **at).aux_loss is None
+    with models.using("critic") as critic:
+        assert critic(**INPUTS).aux_loss is None
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])

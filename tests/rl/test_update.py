@@ -169,6 +169,20 @@ def test_every_minibatch_of_every_epoch_updates_both_learners(build):
     assert steps[0][-1]["ratio_max"] > 1.001
 
 
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_updates_that_change_nothing_end_the_run(build, name):
+    updater, rollout = build(ONE_STEP, max_steps=30, warmup_steps=1, lr_scheduler_type="linear")
+    learner = updater.learners[name]
+    learner.optimizer.step = lambda: None
+    update_learner = getattr(updater, f"update_{name}")
+    flat = dataclasses.replace(rollout, advantages=rollout.advantages * 0, returns=rollout.values)
+    for iteration in range(13):
+        # In the first step the learning rate is 0, and in the next three there is no gradient.
+        update_learner(flat if 0 < iteration < 4 else rollout, iteration)
+    with pytest.raises(DivergedError, match=f"10 updates of the {name} have changed none of"):
+        update_learner(rollout, 13)
+
+
 def test_weight_decay_excludes_vectors(build):
     updater, _ = build(ONE_STEP, weight_decay=0.1)
     for learner in updater.learners.values():

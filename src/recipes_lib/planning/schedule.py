@@ -367,6 +367,9 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
 def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
     """Return the warm-up in optimizer steps.
 
+    A fraction leaves one step of the run: rounded up, it could cover all of them, and a run of one step, whose learning
+    rate would be 0, would change nothing.
+
     Args:
         warmup_steps: Number of steps, or below 1 a fraction of ``num_steps``.
         num_steps: Optimizer steps of the run; 0 if unknown.
@@ -377,7 +380,8 @@ def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
     if warmup_steps >= 1 and 0 < num_steps <= warmup_steps:
         found = f"the warm-up ({warmup_steps:g} steps) is as long as the run ({num_steps} steps)"
         raise ConfigError(Problem("warmup_steps", found, "write a share, such as `warmup_steps: 0.03`"))
-    return _count_steps(warmup_steps, num_steps)
+    count = _count_steps(warmup_steps, num_steps)
+    return min(count, num_steps - 1) if num_steps else count
 
 
 def _count_steps(steps: float, num_steps: int) -> int:

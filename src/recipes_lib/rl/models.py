@@ -197,6 +197,8 @@ def load_actor_critic(
     stop_ids = set_stop_tokens(unwrap_adapter(policy), tokenizer, terminators)
     disable_dropout(policy)
     add_loss_head(unwrap_adapter(policy))
+    # No objective here has a load-balancing loss: a mixture of experts would compute it for nothing.
+    unwrap_adapter(policy).has_router_loss = False
     place = choose_placement(args, launch)
     critic = own_reference = reward = None
     has_reference = has_policy_reference(config)
@@ -310,13 +312,14 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
         ConfigError: As ``load_reward_model``.
     """
     source = _find_critic_model(config)
-    critic = load_reward_model(source, implementation, seed=args.seed)
+    critic: Any = load_reward_model(source, implementation, seed=args.seed)
     architectures = load_model_config(source)[0].architectures or []
-    head: Any = critic.score
+    head = critic.score
     if not any(name.endswith("ForSequenceClassification") for name in architectures):
         nn.init.zeros_(head.weight)
     elif (scale := read_reward_statistics(critic)) is not None:
         critic.score = _rescale(head, scale)
+    critic.has_router_loss = False
     add_score_head(critic)
     return critic
 

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.roles import Role
 from recipes_lib.planning.schedule import verify_schedule
 from recipes_lib.rl.methods import Method
@@ -25,7 +26,8 @@ from recipes_lib.rl.objectives import RATIO_MAX, Terms, compute_normaliser, comp
 from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
-from recipes_lib.training.collectives import get_world_size, sum_tensor
+from recipes_lib.training.collectives import get_world_size, is_any, sum_tensor
+from recipes_lib.training.guards.start_checks import MAX_STEPS, UNCHANGED_REMEDY, list_changed, sample_parameters
 from recipes_lib.training.guards.step_facts import StepInputs, dump_and_raise
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
@@ -154,6 +156,9 @@ class Learner:
         self.name = name
         self.parameters = parameters
         self.layout = choose_learner_layout(model)
+        # Until an update has changed one: of 16-bit weights, all small updates are rounded to 0.
+        self._initial = sample_parameters(parameters)
+        self._num_updates = 0
         self._max_norm = args.max_grad_norm
         groups = group_by_decay(parameters, set(get_decay_names(model, decay_embeddings=True)), args.weight_decay)
         schedule_options: Any = args.lr_scheduler_kwargs
@@ -163,7 +168,8 @@ class Learner:
         self.scheduler: Any = get_scheduler(
             args.lr_scheduler_type,
             self.optimizer,
-            num_warmup_steps=schedule.num_warmup_steps,
+            # With idle steps, the learner has fewer than the run, and the warm-up could cover them all.
+            num_warmup_steps=min(schedule.num_warmup_steps, num_steps - 1),
             num_training_steps=num_steps,
             scheduler_specific_kwargs=schedule_options,
         )
@@ -184,6 +190,9 @@ class Learner:
 
         Args:
             check: Called with the ``norm`` before the update; raises to prevent it.
+
+        Raises:
+            DivergedError: As ``_verify_changed``.
         """
         parameters = list(self.parameters.values())
         if get_world_size() > 1 and not self.layout.is_shared:
@@ -194,8 +203,23 @@ class Learner:
         check(norm=norm)
         clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
+        if self._initial and norm and self.learning_rate:
+            self._verify_changed()
         self.discard()
         return norm
+
+    def _verify_changed(self) -> None:
+        """Verify that the first updates with a gradient change a weight; every process must call.
+
+        Raises:
+            DivergedError: ``MAX_STEPS`` updates have changed none of the sampled elements, on any process.
+        """
+        self._num_updates += 1
+        if is_any(bool(list_changed(self._initial, self.parameters))):
+            self._initial = {}
+        elif self._num_updates == MAX_STEPS:
+            found = f"{MAX_STEPS} updates of the {self.name} have changed none of {len(self._initial)} trained tensors"
+            raise DivergedError(f"{found}: {UNCHANGED_REMEDY}")
 
     def discard(self) -> None:
         """Clear the gradients, and advance the schedule, so that a skipped step also counts."""

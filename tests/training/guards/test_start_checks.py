@@ -185,6 +185,7 @@ def stop_optimizer(trainer):
         (stop_optimizer, {"max_steps": 30}, 10),
         (stop_optimizer, {"max_steps": 30, "warmup_steps": 8}, 18),
         (stop_optimizer, {"max_steps": 3}, 3),
+        (stop_optimizer, {"max_steps": 1, "warmup_steps": 0.03}, 1),
         (lambda trainer: trainer.model.bfloat16(), {"max_steps": 30, "learning_rate": 1e-20}, 10),
     ],
 )

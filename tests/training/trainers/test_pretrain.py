@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from transformers import AutoTokenizer
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.training.checkpoints import checkpointing
+from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 from recipes_lib.training.trainers.pretraining_rows import build_rows
 
 
@@ -72,6 +75,21 @@ def test_losses_equal_torch_loop(tmp_path, tiny_tokenizer_dir, monkeypatch, isol
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     expected = train_by_loop(config, tokenizer, [cosine(s, 8, 3, 0.1) for s in range(8)], [4] * 8, isolated)
     assert [step["loss"] for step in read_events(tmp_path / "out")] == pytest.approx(expected, rel=2e-5)
+
+
+def test_model_is_sharded_before_the_first_step(tmp_path, tiny_tokenizer_dir, monkeypatch):
+    """While it is sharded, its state lacks buffers, which no checkpoint would have either."""
+    events, take = [], PretrainTrainer.take_batches
+
+    @contextmanager
+    def sharding(*_):
+        yield events.append("begin")
+        events.append("end")
+
+    monkeypatch.setattr(checkpointing, "sharding", sharding)
+    monkeypatch.setattr(PretrainTrainer, "take_batches", lambda *args: events.append("step") or take(*args))
+    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=2), monkeypatch)
+    assert events[:3] == ["begin", "end", "step"]
 
 
 def test_recurrent_model_trains_once_refusal_is_followed(tmp_path, tiny_tokenizer_dir, monkeypatch):

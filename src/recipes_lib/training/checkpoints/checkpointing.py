@@ -20,6 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.files import inherit_read_permission
 from recipes_lib.models.inference import temporarily
+from recipes_lib.planning.schedule import compute_warmup_steps
 from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
@@ -96,10 +97,12 @@ class CheckpointingTrainer(Trainer):
             # The writer is a daemon thread, which the interpreter kills at exit.
             self._saver.settle()
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the scheduler; upstream's first call after it has sharded the model."""
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the scheduler, with our warm-up; upstream's first call after it has sharded the model."""
         self._sharding.close()
-        return super().create_scheduler(*args, **kwargs)
+        warmup_steps = compute_warmup_steps(self.args.warmup_steps, num_training_steps)
+        with temporarily(self.args, warmup_steps=warmup_steps):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def stops_at_end(self) -> bool:
         """Return whether the run is resumed at its end, and stop it: upstream would make one more step."""

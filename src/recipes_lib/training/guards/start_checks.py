@@ -91,10 +91,14 @@ def verify_no_effect(model: Any) -> None:
 
 
 def sample_weights(model: nn.Module, *, trained: bool) -> dict[str, Tensor]:
-    """Return up to ``SAMPLE_SIZE`` elements of each trained or frozen parameter (local shard), as ``uint8`` bytes."""
+    """Return the samples of the trained or of the frozen parameters."""
     reshard(model)
-    parameters = model.named_parameters()
-    return {name: _sample(parameter) for name, parameter in parameters if parameter.requires_grad is trained}
+    return sample_parameters({name: each for name, each in model.named_parameters() if each.requires_grad is trained})
+
+
+def sample_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return up to ``SAMPLE_SIZE`` elements of each parameter (local shard), as ``uint8`` bytes."""
+    return {name: _sample(parameter) for name, parameter in parameters.items()}
 
 
 def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -114,10 +118,14 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
         )
 
 
+def list_changed(samples: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the parameters of which a sampled element has changed, on this process."""
+    return [name for name, sample in samples.items() if not torch.equal(sample, _sample(parameters[name]))]
+
+
 def _list_changed(samples: Mapping[str, Tensor], model: nn.Module) -> list[str]:
     reshard(model)
-    parameters = dict(model.named_parameters())
-    return [name for name, sample in samples.items() if not torch.equal(sample, _sample(parameters[name]))]
+    return list_changed(samples, dict(model.named_parameters()))
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
@@ -136,6 +144,10 @@ NUM_CANDIDATES: Final = 32
 MAX_STEPS: Final = 10
 """Steps within which every trained tensor must get a gradient. A tensor multiplied by a zero-initialised one gets it in
 step 2, or in step 3 after a warmup from 0."""
+UNCHANGED_REMEDY: Final = (
+    "raise learning_rate, write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose "
+    "another optim"
+)
 NOT_FINITE: Final = "its gradient is not finite"
 _ROUTED: Final = re.compile(r"\.(experts|router|gate|shared_expert_gate)\b")
 
@@ -214,9 +226,7 @@ class StartChecks(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify ``MAX_STEPS`` steps after the warm-up, or after the last step, that weights have changed."""
-        last = min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps)
-        # The learning rate of the first step may be 0.
-        if state.global_step >= max(last, 2):
+        if state.global_step >= min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps):
             self._verify_changed(kwargs["model"], state.global_step)
 
     def _verify_changed(self, model: nn.Module, num_steps: int) -> None:
@@ -231,9 +241,7 @@ class StartChecks(TrainerCallback):
         is_skipped = self._trainer.accelerator.optimizer_step_was_skipped
         if not is_any(is_skipped or bool(_list_changed(self._trained, model))):
             raise DivergedError(
-                f"{num_steps} steps have changed none of {len(self._trained)} trained tensors: raise learning_rate, "
-                "write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose another "
-                "optim"
+                f"{num_steps} steps have changed none of {len(self._trained)} trained tensors: {UNCHANGED_REMEDY}"
             )
         self._trained = {}
 

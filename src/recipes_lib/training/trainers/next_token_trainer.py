@@ -186,7 +186,7 @@ class PretrainTrainer(NextTokenTrainer):
             self.optimizer = build_muon(model or self.model, self.args, decay_embeddings=self.decay_embeddings)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Build the scheduler of ``schedule``, in place of upstream's ``lr_scheduler_type``."""
         if self.lr_scheduler is None:
             scheduled = self.optimizer if optimizer is None else optimizer
@@ -194,4 +194,5 @@ class PretrainTrainer(NextTokenTrainer):
             # ``LambdaLR`` does not save plain functions: a run extended to more steps resumes with its own schedule.
             self.lr_scheduler = LambdaLR(scheduled, lambda step: self.schedule(step))
             self._created_lr_scheduler = True
-        return self.lr_scheduler
+        # Returns this one, once the sharding of the model is over.
+        return super().create_scheduler(num_training_steps, optimizer)
