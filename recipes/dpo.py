@@ -36,7 +36,7 @@ def main(run: Run) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_pair_data(config, tokenizer, local_rank=run.launch.local_rank)
     args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
-    objective = build_objective(args, config.preference, data.record.get("eval"))
+    objective = build_objective(args, config.preference, data.record)
     # Both answers of a pair share one copy of the prompt, if model and kernel isolate them.
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)

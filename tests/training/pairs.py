@@ -141,7 +141,7 @@ def make_pair_trainer(
     args = build_training_arguments(config, launch, has_eval=eval_pairs is not None)
     model = load_policy(config, setting.attention, args, launch)
     attention = PairAttention(setting.attention, setting.layout, packing=True)
-    objective = build_objective(args, config.preference, data.record.get("eval"))
+    objective = build_objective(args, config.preference, data.record)
     stored, data = prepare_reference(config, objective, data, model, attention, args)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     collate, recorder = build_pair_collator(tokenizer, attention), Recorder()

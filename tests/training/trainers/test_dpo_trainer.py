@@ -504,11 +504,15 @@ def test_use_weighting_weights_each_pair(policy, reference, batch):
     assert ratio.unique().numel() == NUM_PAIRS
 
 
-def test_held_out_scores_are_independent_of_batch_size(policy):
+@pytest.mark.parametrize("is_own", [True, False])
+def test_held_out_scores_are_independent_of_batch_size(policy, is_own):
     pairs = list(make_pairs(7, seed=9))
-    num_tokens = sum(len(pair["chosen_ids"]) for pair in pairs)
-    held_out = {"num_pairs": 7, "num_chosen_tokens": num_tokens}
-    objective = build_objective(build_args(loss_type=["sft"]), PreferenceConfig(), held_out)
+    own, first, second = (
+        {"num_pairs": len(some), "num_chosen_tokens": sum(len(pair["chosen_ids"]) for pair in some)}
+        for some in (pairs, pairs[:3], pairs[3:])
+    )
+    record = {"eval": own, "eval_datasets": {"a": first}} if is_own else {"eval_datasets": {"a": first, "b": second}}
+    objective = build_objective(build_args(loss_type=["sft"]), PreferenceConfig(), record)
     collate = PairCollator(pad_token_id=1)
     whole = objective.score(policy, collate(pairs)).losses
     parts = [objective.score_held_out(policy, collate(some)).losses for some in (pairs[:2], pairs[2:6], pairs[6:])]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast
 
 import torch
@@ -159,14 +160,15 @@ class PreferenceObjective:
 
 
 def build_objective(
-    args: DPOConfig, config: PreferenceConfig, held_out: Mapping[str, Any] | None = None
+    args: DPOConfig, config: PreferenceConfig, record: Mapping[str, Any] = MappingProxyType({})
 ) -> PreferenceObjective:
     """Build the objective of a run, without a reference model.
 
     Args:
         args: Keys of TRL's ``DPOConfig``.
         config: Keys of this library.
-        held_out: Statistics of the held-out pairs, with the names of ``PairAudit``; ``None`` without any.
+        record: Record of the run's pairs, with the statistics of the held-out ones; of ``eval_datasets`` if it has no
+            held-out pairs of its own.
     """
     options = PreferenceOptions(
         beta=args.beta,
@@ -177,7 +179,9 @@ def build_objective(
         simpo_gamma=config.simpo_gamma,
     )
     weights = args.loss_weights or [1.0] * len(args.loss_type)
-    mean = None if held_out is None else torch.tensor(held_out["num_chosen_tokens"] / held_out["num_pairs"])
+    held_out = [record["eval"]] if "eval" in record else list(record.get("eval_datasets", {}).values())
+    num_tokens, num_pairs = (sum(each[name] for each in held_out) for name in ("num_chosen_tokens", "num_pairs"))
+    mean = torch.tensor(num_tokens / num_pairs) if held_out else None
     return PreferenceObjective(list(args.loss_type), weights, options, args.ld_alpha, args.use_weighting, mean)
 
 
