@@ -27,7 +27,7 @@ from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, c
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
 from recipes_lib.training.collectives import get_world_size, is_any, sum_tensor
-from recipes_lib.training.guards.start_checks import MAX_STEPS, UNCHANGED_REMEDY, list_changed, sample_parameters
+from recipes_lib.training.guards.start_checks import MAX_STEPS, UNCHANGED_REMEDY, list_changed, sample_weights
 from recipes_lib.training.guards.step_facts import StepInputs, dump_and_raise
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
@@ -157,7 +157,7 @@ class Learner:
         self.parameters = parameters
         self.layout = choose_learner_layout(model)
         # Until an update has changed one: of 16-bit weights, all small updates are rounded to 0.
-        self._initial = sample_parameters(parameters)
+        self._initial = sample_weights(parameters)
         self._num_updates = 0
         self._max_norm = args.max_grad_norm
         groups = group_by_decay(parameters, set(get_decay_names(model, decay_embeddings=True)), args.weight_decay)

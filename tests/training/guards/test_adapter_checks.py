@@ -136,9 +136,9 @@ def test_changed_frozen_tensor_stops_run_after_first_step(make_run):
 
 
 def test_step_with_zero_learning_rate_may_change_nothing(make_run):
-    trainer, recorder, _ = make_run(max_steps=1, warmup_steps=0.03)
+    trainer, recorder, _ = make_run(max_steps=2, warmup_steps=0.03)
     trainer.train()
-    assert [step["learning_rate"] for step in recorder.steps] == [0]
+    assert [step["learning_rate"] > 0 for step in recorder.steps] == [False, True]
 
 
 def test_tensor_missing_from_optimizer_stops_run_at_first_step(make_run):
@@ -217,7 +217,7 @@ def test_frozen_sample_is_small_and_detects_update():
     model = build_model("llama").requires_grad_(False)
     model.lm_head.weight.data = torch.randn(5000, 16)
     model.lm_head.weight.data[0] = float("nan")  # Bytes of 4-bit codes may read as NaN.
-    samples = sample_weights(model, trained=False)
+    samples = sample_weights(dict(model.named_parameters()))
     assert max(sample.nbytes for sample in samples.values()) == 4 * 1024
     verify_frozen(samples, model)
     model.lm_head.weight.data += 1e-6

@@ -57,7 +57,7 @@ class AdapterChecks(TrainerCallback):
         if self._is_fresh and state.global_step == 0 and not has_changed_base(model):
             verify_no_effect(model)
             self._say("adapter: it changes no logit before it is trained")
-        self._frozen = sample_weights(model, trained=False)
+        self._frozen = sample_weights(select_parameters(model, trained=False))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify after the first step of this process that the base weights are unchanged."""
@@ -90,13 +90,13 @@ def verify_no_effect(model: Any) -> None:
         )
 
 
-def sample_weights(model: nn.Module, *, trained: bool) -> dict[str, Tensor]:
-    """Return the samples of the trained or of the frozen parameters."""
+def select_parameters(model: nn.Module, *, trained: bool) -> dict[str, nn.Parameter]:
+    """Return the trained or the frozen parameters by name; of a sharded model, its shards."""
     reshard(model)
-    return sample_parameters({name: each for name, each in model.named_parameters() if each.requires_grad is trained})
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad is trained}
 
 
-def sample_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def sample_weights(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return up to ``SAMPLE_SIZE`` elements of each parameter (local shard), as ``uint8`` bytes."""
     return {name: _sample(parameter) for name, parameter in parameters.items()}
 
@@ -111,7 +111,7 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
     Raises:
         DivergedError: A frozen parameter has changed.
     """
-    if changed := _list_changed(samples, model):
+    if changed := list_changed(samples, select_parameters(model, trained=False)):
         raise DivergedError(
             f"{len(changed)} of {len(samples)} frozen tensors have changed: {list_first(changed)}. The adapter would "
             "not fit the published base model"
@@ -121,11 +121,6 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
 def list_changed(samples: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return the names of the parameters of which a sampled element has changed, on this process."""
     return [name for name, sample in samples.items() if not torch.equal(sample, _sample(parameters[name]))]
-
-
-def _list_changed(samples: Mapping[str, Tensor], model: nn.Module) -> list[str]:
-    reshard(model)
-    return list_changed(samples, dict(model.named_parameters()))
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
@@ -179,7 +174,7 @@ class StartChecks(TrainerCallback):
             self._trainer.observer.progress.say(line)
         # Not of a resumed run: at the end of a schedule, all updates of 16-bit weights may be rounded to 0.
         is_checked = not state.global_step and not self._trainer.is_deepspeed_enabled
-        self._trained = sample_weights(kwargs["model"], trained=True) if is_checked else {}
+        self._trained = sample_weights(select_parameters(kwargs["model"], trained=True)) if is_checked else {}
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Verify gradient accumulation; in this event, because all callbacks are initialised by then."""
@@ -239,7 +234,8 @@ class StartChecks(TrainerCallback):
             return
         # A process may hold only shards without an update; fp16's loss scaler skips updates.
         is_skipped = self._trainer.accelerator.optimizer_step_was_skipped
-        if not is_any(is_skipped or bool(_list_changed(self._trained, model))):
+        parameters = select_parameters(model, trained=True)
+        if not is_any(is_skipped or bool(list_changed(self._trained, parameters))):
             raise DivergedError(
                 f"{num_steps} steps have changed none of {len(self._trained)} trained tensors: {UNCHANGED_REMEDY}"
             )
