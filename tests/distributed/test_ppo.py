@@ -215,7 +215,7 @@ def test_sharded_models_match_one_process(sharded: tuple[Path, dict[str, Any]]) 
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
     train = read_events(two)
     assert [event["step"] for event in train] == [4, 8]
-    assert all(event["rollout/pad_fraction"] > 0 and event["policy/num_updates"] == 4 for event in train)
+    assert all(event["policy/num_updates"] == 4 for event in train)
     for place in (".", "critic"):
         assert measure_weight_gap(one / place, two / place) <= 1e-5
         assert (two / place / "config.json").read_text() == (one / place / "config.json").read_text()

@@ -44,7 +44,6 @@ def test_rollout_metrics_match_numpy_and_ignore_padding():
     assert figures["objective/score_length_correlation"] == pytest.approx(expected, abs=1e-6)
     weights = np.minimum(np.exp((rollout.logps - rollout.engine_logps).numpy()), 2)[mask]
     assert figures["rollout/is_weight_mean"] == pytest.approx(weights.mean(), abs=1e-6)
-    assert figures["rollout/pad_fraction"] == pytest.approx(1 - 27 / 32)
     assert "objective/score/only" not in figures
     two = dataclasses.replace(rollout, rewards=torch.tensor([[1.0, 2.0]] * 4))
     assert describe_rollout(two, ["one", "other"], total, PolicyObjective())["objective/score/other"] == 2

@@ -333,7 +333,7 @@ def test_logged_metrics_are_complete_consistent_and_drawn(straight, tmp_path):
         **{"objective": "score score_std reward_total kl_seq kl_token kl_coef finish_rate length unique_4_grams"},
         **{"policy": "loss approx_kl clipfrac clipfrac_low clipfrac_high ratio_max entropy grad_norm lr num_updates"},
         **{"value": "loss clipfrac explained_var mean return_mean grad_norm lr"},
-        **{"rollout": "tokens_per_s pad_fraction engine_mismatch_kl is_weight_mean is_weight_max"},
+        **{"rollout": "tokens_per_s engine_mismatch_kl is_weight_mean is_weight_max"},
         **{"time": "generate score old_ref_value update_policy update_critic"},
     }
     names = {f"{group}/{name}" for group, names in expected.items() for name in names.split()}

@@ -143,14 +143,17 @@ class DistillationTrainer(SFTTrainer):
             if self.state.global_step == 0:
                 dtypes = (get_rounding_dtype(self.model, self.args), self._teacher_dtype)
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
-                kind = "labels" if answered is None else "its answers"
-                self.observer.progress.say(verify_first_sums(sums, dtype, kind, is_own_teacher=self._is_own_teacher))
+                targets = "labels" if answered is None else "its answers"
+                self.observer.progress.say(verify_first_sums(sums, dtype, targets, is_own_teacher=self._is_own_teacher))
         if answered is not None:
             num_answers, num_finished = answered
             lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
             self.figures.add(lengths, num_answers)
         # Under other names, because the means of texts and of answers have different divisors.
-        figures = _name_figures("distillation" if answered is None else "on_policy", sums, parts)
+        kind = "distillation" if answered is None else "on_policy"
+        means = {"nll": sums.nll_sum, "divergence": sums.divergence_sum, "teacher_nll": sums.teacher_nll_sum}
+        means |= {"agreement": sums.num_agreed.float(), **parts}
+        figures = {f"{kind}/{name}": figure.detach() for name, figure in means.items()}
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
         return BatchLoss(loss_sum, sums.num_targets, sums.num_targets, sums.num_correct, output.aux_loss, figures)
 
@@ -248,15 +251,3 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "l
     if kind == "labels" and teacher_nll > nll:
         line += "; the teacher predicts these texts worse than the student: check that it is the right one"
     return line
-
-
-def _name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums of a batch by the names of their logged means, such as ``KIND/nll``."""
-    figures = {
-        **parts,
-        "nll": sums.nll_sum,
-        "divergence": sums.divergence_sum,
-        "teacher_nll": sums.teacher_nll_sum,
-        "agreement": sums.num_agreed.float(),
-    }
-    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}

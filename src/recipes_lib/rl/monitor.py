@@ -45,9 +45,6 @@ def describe_rollout(
     weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, objective)
     gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
     num_tokens = rollout.num_tokens
-    prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
-    # The share of padding if all answers were one batch.
-    longest = max(p + int(n) for p, n in zip(prompt_lengths, rollout.lengths, strict=True))
     figures = {
         **average_rewards("objective/score", rollout, reward_names),
         "objective/kl_seq": float(kl.sum(dim=1).mean()),
@@ -58,7 +55,6 @@ def describe_rollout(
         "rollout/engine_mismatch_kl": float(gap.sum()) / num_tokens,
         "rollout/is_weight_mean": float(weights.sum()) / num_tokens,
         "rollout/is_weight_max": float(weights.max()),
-        "rollout/pad_fraction": 1 - (num_tokens + sum(prompt_lengths)) / (longest * len(rollout)),
     }
     if (scored := rollout.scored).any():
         scores = rollout.scores[scored]

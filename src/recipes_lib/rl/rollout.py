@@ -80,11 +80,8 @@ class Rollout:
         # Not a view: the tensors of a part can be sent to the device or gathered without the rest.
         index = torch.tensor(rows)
         width = int(self.lengths[index].max())
-        taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
-        for name, tensor in self.tensors():
-            part = tensor[index]
-            taken[name] = part[:, :width] if name in _BY_TOKEN else part
-        return dataclasses.replace(self, **taken)
+        taken = {name: each[index, :width] if name in _BY_TOKEN else each[index] for name, each in self.tensors()}
+        return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], **taken)
 
     def cut(self, size: int) -> Iterator[list[int]]:
         """Yield row indices in batches of ``size``, sorted by length with prompt, the longest first."""

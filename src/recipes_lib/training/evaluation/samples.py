@@ -77,22 +77,15 @@ def build_prompts(
     if config.sample_prompts is not None:
         chats = ([{"role": "user", "content": text}] for text in config.sample_prompts)
         own = [Prompt(encode_chat(tokenizer, chat), chat[0]["content"], None) for chat in chats]
-        problems = [
-            Problem(
-                "sample_prompts",
-                f"{prompt.text!r:.60} has {len(prompt.input_ids):,} tokens, and with an answer of "
-                f"{config.sample_max_new_tokens:,} more than the {positions:,} positions of the model",
-                "shorten it, or lower sample_max_new_tokens",
-            )
-            for prompt in own
-            if len(prompt.input_ids) > longest
-        ]
-        # Tokenizers without a BOS token and without a chat template encode an empty text to nothing.
-        problems += [
-            Problem("sample_prompts", f"{prompt.text!r} has no tokens", "remove it")
-            for prompt in own
-            if not prompt.input_ids
-        ]
+        limit = f"{config.sample_max_new_tokens:,} more than the {positions:,} positions of the model"
+        problems = []
+        for asked in own:
+            found = f"{asked.text!r:.60} has {len(asked.input_ids):,} tokens, and with an answer of {limit}"
+            if not asked.input_ids:
+                # Tokenizers without a BOS token and without a chat template encode an empty text to nothing.
+                problems.append(Problem("sample_prompts", f"{asked.text!r} has no tokens", "remove it"))
+            elif len(asked.input_ids) > longest:
+                problems.append(Problem("sample_prompts", found, "shorten it, or lower sample_max_new_tokens"))
         if problems:
             raise ConfigError(*problems)
         return own

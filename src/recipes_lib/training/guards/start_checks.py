@@ -220,25 +220,22 @@ class StartChecks(TrainerCallback):
                 self._faults = {}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Verify ``MAX_STEPS`` steps after the warm-up, or after the last step, that weights have changed."""
-        if state.global_step >= min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps):
-            self._verify_changed(kwargs["model"], state.global_step)
+        """Verify once, after every tensor got a gradient, that a sampled element has changed; every process must call.
 
-    def _verify_changed(self, model: nn.Module, num_steps: int) -> None:
-        """Verify once that a sampled element has changed, after every tensor got a gradient; every process must call.
+        It is due ``MAX_STEPS`` steps after the warm-up, or after the last step.
 
         Raises:
-            DivergedError: None has, on any process.
+            DivergedError: No element has changed, on any process.
         """
-        if not self._trained or self._faults:
+        is_due = state.global_step >= min(args.get_warmup_steps(state.max_steps) + MAX_STEPS, state.max_steps)
+        if not is_due or not self._trained or self._faults:
             return
         # A process may hold only shards without an update; fp16's loss scaler skips updates.
         is_skipped = self._trainer.accelerator.optimizer_step_was_skipped
-        parameters = select_parameters(model, trained=True)
+        parameters = select_parameters(kwargs["model"], trained=True)
         if not is_any(is_skipped or bool(list_changed(self._trained, parameters))):
-            raise DivergedError(
-                f"{num_steps} steps have changed none of {len(self._trained)} trained tensors: {UNCHANGED_REMEDY}"
-            )
+            found = f"{state.global_step} steps have changed none of {len(self._trained)} trained tensors"
+            raise DivergedError(f"{found}: {UNCHANGED_REMEDY}")
         self._trained = {}
 
 
@@ -423,8 +420,10 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).float()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())
     allowed = 4 * std * share + 0.01 * base
+    # Twice the load-balancing loss of a mixture of experts at uniform routing.
+    balance = 2 * (getattr(config, "router_aux_loss_coef", 0) or 0) * (getattr(config, "num_experts_per_tok", 0) or 0)
     # logaddexp: the echo is one more term in the sum of exponentials of the softmax.
-    upper = float(np.logaddexp(base + std**2 / 2, _bound_echo(model, config))) + _bound_balance_loss(config)
+    upper = float(np.logaddexp(base + std**2 / 2, _bound_echo(model, config))) + balance
     if not base - allowed <= loss <= upper + allowed:
         raise DivergedError(
             f"before the first update the loss is {loss:.4f}; random weights over {config.vocab_size:,} tokens have "
@@ -446,9 +445,3 @@ def _bound_echo(model: PreTrainedModel, config: Any) -> float:
     if not is_tied or all(scale is None or scale <= 1 for scale in scales):
         return -math.inf
     return float(config.initializer_range) * float(config.hidden_size)
-
-
-def _bound_balance_loss(config: Any) -> float:
-    """Return twice the load-balancing loss of a mixture of experts at uniform routing."""
-    coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
-    return 2 * coefficient * float(getattr(config, "num_experts_per_tok", None) or 0)
