@@ -19,6 +19,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.adapters.roles import Role
 from recipes_lib.planning.schedule import verify_schedule
+from recipes_lib.quantities import pluralize
 from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
@@ -164,7 +165,7 @@ class Learner:
         schedule_options: Any = args.lr_scheduler_kwargs
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
         self.optimizer: Any = kind(groups, **{**options, "lr": learning_rate})
-        num_steps = schedule.num_steps - num_idle
+        self._num_steps = num_steps = schedule.num_steps - num_idle
         self.scheduler: Any = get_scheduler(
             args.lr_scheduler_type,
             self.optimizer,
@@ -212,14 +213,14 @@ class Learner:
         """Verify that the first updates with a gradient change a weight; every process must call.
 
         Raises:
-            DivergedError: ``MAX_STEPS`` updates have changed none of the sampled elements, on any process.
+            DivergedError: ``MAX_STEPS`` updates, or all of the run, have changed no sampled element on any process.
         """
         self._num_updates += 1
         if is_any(bool(list_changed(self._initial, self.parameters))):
             self._initial = {}
-        elif self._num_updates == MAX_STEPS:
-            found = f"{MAX_STEPS} updates of the {self.name} have changed none of {len(self._initial)} trained tensors"
-            raise DivergedError(f"{found}: {UNCHANGED_REMEDY}")
+        elif self._num_updates == MAX_STEPS or self.scheduler.last_epoch + 1 == self._num_steps:
+            made = f"{pluralize(self._num_updates, 'update')} of the {self.name} changed"
+            raise DivergedError(f"{made} none of {len(self._initial)} trained tensors: {UNCHANGED_REMEDY}")
 
     def discard(self) -> None:
         """Clear the gradients, and advance the schedule, so that a skipped step also counts."""
