@@ -161,6 +161,15 @@ def test_valid_run_is_ready_with_figures_of_rows(check_ppo):
     assert output.endswith("ready to train\n")
 
 
+def test_learning_rates_of_policy_begin_after_warmup_of_critic(check_ppo):
+    keys = {"learning_rate": 1.6e-4, "lr_scheduler_type": "linear", "warmup_steps": 0, "num_train_epochs": 2}
+    problems, output = check_ppo(test_split_size=2, critic_warmup_iterations=1, **keys)
+    assert problems == []
+    # 16 of 24 steps, of which those at 0, 25, 50, 75 and 100 % are 0, 4, 8, 11 and 15.
+    rates = "1.60e-04, 1.20e-04, 8.00e-05, 5.00e-05, 1.00e-05"
+    assert f"learning rate at 0, 25, 50, 75, 100 % of the steps after the first 8: {rates}" in output
+
+
 def test_checkpoint_size_counts_policy_and_critic_adapters(check_ppo, monkeypatch):
     checkpoint = 2 * ADAPTER
     free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)

@@ -43,6 +43,12 @@ def test_critic_warmup_as_long_as_run_raises():
         plan_run(2, max_steps=12)
 
 
+@pytest.mark.parametrize(("num_warm", "num_warmup_steps"), [(0, 11), (1, 5)])
+def test_learning_rate_warmup_leaves_a_step_of_the_policy(num_warm, num_warmup_steps):
+    plan = plan_run(num_warm, max_steps=12, warmup_steps=0.9)
+    assert (plan.num_idle_steps, plan.num_warmup_steps) == (6 * num_warm, num_warmup_steps)
+
+
 @pytest.mark.parametrize(("max_steps", "num_iterations"), [(1, 1), (6, 1), (7, 2)])
 def test_max_steps_is_rounded_up_to_whole_iterations(max_steps, num_iterations):
     assert plan_run(max_steps=max_steps).num_iterations == num_iterations

@@ -370,7 +370,7 @@ class PPOInspection(Inspection):
             f"{pluralize(plan.steps_per_iteration, 'step')} of {pluralize(plan.answers_per_step, 'answer')}: "
             f"{pluralize(plan.num_steps, 'step')}, every prompt answered {plan.num_epochs:.3g} times"
         )
-        self.report_rates(report, plan.num_warmup_steps)
+        self.report_rates(report, plan.num_warmup_steps, plan.num_idle_steps)
 
 
 class GroupInspection(PPOInspection):

@@ -325,15 +325,16 @@ class Inspection(ABC):
         self.report_rates(report, plan.num_warmup_steps)
         return plan.rows_per_step
 
-    def report_rates(self, report: Report, num_warmup_steps: int) -> None:
-        """Report the learning rates of the Trainer's scheduler over ``num_steps``."""
+    def report_rates(self, report: Report, num_warmup_steps: int, num_idle_steps: int = 0) -> None:
+        """Report the learning rates of the Trainer's scheduler over ``num_steps`` without the idle ones before them."""
         from recipes_lib.planning.schedule import compute_learning_rates, list_quarters
 
-        steps = list_quarters(self.num_steps)
-        peak = self.config.read("learning_rate")
-        rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
+        num_steps = self.num_steps - num_idle_steps
+        steps, peak = list_quarters(num_steps), self.config.read("learning_rate")
+        rates = compute_learning_rates(peak, self.config.training, num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
-        report(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
+        idle = f" of the steps after the first {num_idle_steps:,}" if num_idle_steps else ""
+        report(f"learning rate at 0, 25, 50, 75, 100 %{idle}: {shown}")
 
     def check_packages(self, report: Report) -> None:
         """Verify the options of the optimizer, report the parameter groups, and warn of missing optional packages.

@@ -77,7 +77,6 @@ class PPOMethod:
         # Mean over the tokens of a step, as in PPO; the other normalisers are those of GRPO's variants.
         self.objective = PolicyObjective("bnpo", epsilon=config.ppo.cliprange, delta=config.ppo.dual_clip)
         self.target_kl = config.ppo.target_kl
-        self.num_idle_iterations = config.critic.critic_warmup_iterations
         self._config = config
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
@@ -93,7 +92,6 @@ class GroupMethod:
     """RLOO and GRPO: the baseline is the other answers to the same prompt instead of a critic."""
 
     target_kl: float | None = None
-    num_idle_iterations = 0
 
     def __init__(self, config: RecipeConfig, num_prompts: int, world_size: int) -> None:
         """Read the keys of the configuration.
@@ -154,4 +152,4 @@ class GroupMethod:
 
 Method = PPOMethod | GroupMethod
 """Attributes of both: ``schedule`` of the run; ``objective`` of the policy; ``target_kl``, the KL divergence in nats a
-token at which the updates of an iteration end; ``num_idle_iterations`` before the first policy update."""
+token at which the updates of an iteration end."""

@@ -32,9 +32,10 @@ class RolloutSchedule:
         update_epochs: Epochs over the answers of an iteration.
         num_steps: Optimizer steps of the policy, and of the critic, including those that ``target_kl`` skips, so that
             length and learning rates do not depend on them.
-        num_warmup_steps: Optimizer steps of the warm-up.
+        num_warmup_steps: Optimizer steps of the warm-up, fewer than those of the policy.
         num_epochs: Passes over the prompts, fractional.
         group: Answers per prompt, adjacent in an iteration.
+        num_idle_steps: Optimizer steps before the first one of the policy, in which only the critic is trained.
     """
 
     num_iterations: int
@@ -45,6 +46,7 @@ class RolloutSchedule:
     num_warmup_steps: int
     num_epochs: float
     group: int = 1
+    num_idle_steps: int = 0
 
     @property
     def steps_per_iteration(self) -> int:
@@ -97,15 +99,17 @@ def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) ->
         found = f"the critic warm-up has {warm} iterations, and the run has {num_iterations}"
         remedy = "lower it, or raise max_steps or num_train_epochs"
         raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
-    num_steps = num_iterations * steps_per_iteration
+    num_steps, num_idle_steps = num_iterations * steps_per_iteration, warm * steps_per_iteration
+    num_warmup_steps = compute_warmup_steps(read_training(training, "warmup_steps"), num_steps)
     return RolloutSchedule(
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
         answers_per_iteration=answers_per_iteration,
         update_epochs=ppo.num_ppo_epochs,
         num_steps=num_steps,
-        num_warmup_steps=compute_warmup_steps(read_training(training, "warmup_steps"), num_steps),
+        num_warmup_steps=min(num_warmup_steps, num_steps - num_idle_steps - 1),
         num_epochs=num_iterations * answers_per_iteration / num_prompts,
+        num_idle_steps=num_idle_steps,
     )
 
 

@@ -153,11 +153,9 @@ class PolicyTrainer:
 
     def _build_learners(self) -> dict[str, Learner]:
         """Build the learner of the policy and, if there is one, of the critic."""
-        models, method = self._models, self.method
+        models, rate = self._models, self._args.learning_rate
         build = functools.partial(Learner, args=self._args, schedule=self.schedule)
-        num_idle, rate = method.num_idle_iterations * self.schedule.steps_per_iteration, self._args.learning_rate
-        parameters = models.policy_parameters()
-        learners = {"policy": build("policy", models.policy, parameters, learning_rate=rate, num_idle=num_idle)}
+        learners = {"policy": build("policy", models.policy, models.policy_parameters(), learning_rate=rate)}
         if models.critic is not None:
             trunk, rate = models.policy if models.is_shared else models.critic, self._config.critic.critic_learning_rate
             learners["critic"] = build("critic", trunk, models.critic_parameters(), learning_rate=rate)
@@ -243,7 +241,7 @@ class PolicyTrainer:
         rollout = estimate.rollout
 
         updating = time.perf_counter()
-        is_warm = iteration >= self.method.num_idle_iterations
+        is_warm = state.step >= schedule.num_idle_steps
         # The entropy needs memory for another chunk of logits, so it is computed only where it is logged.
         with_entropy = self._logs(iteration)
         policy_steps = self._updater.update_policy(rollout, iteration, with_entropy=with_entropy) if is_warm else []

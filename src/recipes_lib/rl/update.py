@@ -138,7 +138,6 @@ class Learner:
         learning_rate: float,
         args: TrainingArguments,
         schedule: RolloutSchedule,
-        num_idle: int = 0,
     ) -> None:
         """Build the optimizer.
 
@@ -149,7 +148,6 @@ class Learner:
             learning_rate: Peak learning rate.
             args: Optimizer, weight decay, schedule and largest gradient norm.
             schedule: Steps of the run and of its warm-up.
-            num_idle: Optimizer steps of the run before the first one of this learner.
 
         Raises:
             ConfigError: As ``verify_schedule``.
@@ -165,12 +163,11 @@ class Learner:
         schedule_options: Any = args.lr_scheduler_kwargs
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
         self.optimizer: Any = kind(groups, **{**options, "lr": learning_rate})
-        self._num_steps = num_steps = schedule.num_steps - num_idle
+        self._num_steps = num_steps = schedule.num_steps - (schedule.num_idle_steps if name == "policy" else 0)
         self.scheduler: Any = get_scheduler(
             args.lr_scheduler_type,
             self.optimizer,
-            # With idle steps, the learner has fewer than the run, and the warm-up could cover them all.
-            num_warmup_steps=min(schedule.num_warmup_steps, num_steps - 1),
+            num_warmup_steps=schedule.num_warmup_steps,
             num_training_steps=num_steps,
             scheduler_specific_kwargs=schedule_options,
         )
