@@ -83,7 +83,7 @@ def test_changed_policy_or_parameters_are_rejected(run, policy, tmp_path):
 def test_changed_code_or_arguments_of_rewards_are_rejected(run, tmp_path, monkeypatch, timeout):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    code = "def build(low, file):\n    return lambda *, completions, **_: [low + {} * len(text) for text in completions]\n"
+    code = "def build(low, file):\n    return lambda *, completions, **_: [low + {} * len(a) for a in completions]\n"
 
     def call(factor, low, prompt):
         (tmp_path / "graded.py").write_text(code.format(factor))

@@ -45,7 +45,7 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 
 def test_sample_prompts_are_not_shortened_like_paths(tmp_path):
     prompts = ["/no_think What is 1 / 2?", "Solve x=/2"]
-    functions = ["judges:grade(model='a/b', prompt='/home/me/p.yaml', rate=2)"]
+    functions = ["judges:grade(model='a/b', prompt='/data/p.yaml', rate=2)"]
     facts = {"sample_prompts": prompts, "chat_template_path": "/data/a.jinja", "reward_funcs": functions}
     card = build_card(tmp_path, record(**facts), {})
     assert f"sample_prompts: {json.dumps(prompts)}" in card

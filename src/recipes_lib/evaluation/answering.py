@@ -111,7 +111,7 @@ class LocalModel:
         replies = []
         for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True):
             text = read_continuation(self.tokenizer, prompt, ids[mask].tolist())
-            if str(self.tokenizer.decode(prompt[-16:])).rstrip().endswith(THINKS):
+            if str(self.tokenizer.decode(list(prompt[-16:]))).rstrip().endswith(THINKS):
                 # Written by the template: without it, reasoning that the length limit has cut would be the answer.
                 text = f"{THINKS}\n{text}"
             replies.append(Reply(text, has_ended, len(prompt), int(mask.sum())))
