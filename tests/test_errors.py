@@ -127,6 +127,7 @@ class OutOfMemoryError(RuntimeError):
             OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
             f"{'a' * 120}: not a valid file path: File name",
         ),
+        (UnicodeEncodeError("utf-8", "a/\udcff", 2, 3, "surrogates not allowed"), "a/\udcff: is not valid UTF-8"),
         (OSError(errno.ENOTDIR, "Not a directory", "run.yaml/out"), "run.yaml/out: not a valid file path: Not a dir"),
         (
             OSError(errno.EMFILE, "Too many open files", "rows.jsonl"),

@@ -74,6 +74,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
         f"dataloader_num_workers and {_RESUMES}",
     ),
+    "surrogates not allowed": (None, "is not valid UTF-8", "rename the file or folder, or correct the text"),
     "File too large": (
         None,
         "a file would exceed the size limit of this process or file system",
@@ -343,12 +344,13 @@ def explain_refusal(error: BaseException) -> Problem | None:
         frames = traceback.extract_tb(cause.__traceback__)
         if any(frame.filename.endswith("multiprocessing/synchronize.py") for frame in frames):
             lines[0] = f"shared memory object: {lines[0]}"
-        code, name = getattr(cause, "errno", None), getattr(cause, "filename", None)
+        # ``object``: the text that cannot be encoded.
+        code, name = getattr(cause, "errno", None), getattr(cause, "filename", getattr(cause, "object", None))
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
                 # The error of a copy names its source first, which may be on another disk.
                 target = getattr(cause, "filename2", None) or name or "output"
-                return Problem(place or str(target), f"{found}: {line}", remedy)
+                return Problem(place or str(target)[:120], f"{found}: {line}", remedy)
         # A cause may be a file that a library has looked for in vain, before another error.
         is_unforeseen = code == errno.ENOENT and (cause is not error or Path(str(name)).parent.is_dir())
         if code in _FILE_ERRORS and name is not None and not is_unforeseen:

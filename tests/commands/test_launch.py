@@ -186,7 +186,6 @@ def test_default_of_cpus_beside_unusable_gpu_warns(monkeypatch, capsys):
     ("flags", "words"),
     [
         (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
-        (["--hardware", "fsdp2"], "this machine has none"),
         (["--num_machines", "2"], "without --machine_rank and --main_process_ip"),
         (
             ["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"],
@@ -237,6 +236,15 @@ def test_missing_gpus_are_found_before_start(num_gpus, flags, words, monkeypatch
     monkeypatch.setattr("os.execv", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(ConfigError if words else InterruptedError, match=words):
         launching.main(["--config", CONFIG, "--num_processes", "2", *flags])
+
+
+def test_dry_run_without_gpus_has_the_processes_of_the_launch_file(compose, monkeypatch):
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
+    assert compose("--hardware", "fsdp2").num_processes == 8
+    four = ("--num_machines", "4", "--machine_rank", "0", "--main_process_ip", "a")
+    assert compose("--hardware", "fsdp2", *four).num_processes == 32
+    with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
+        launching.main(["--config", CONFIG, "--hardware", "fsdp2"])
 
 
 def test_fp8_is_verified_before_accelerate_refuses_it(monkeypatch):

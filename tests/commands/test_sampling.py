@@ -83,15 +83,16 @@ def test_changed_policy_or_parameters_are_rejected(run, policy, tmp_path):
 def test_changed_code_or_arguments_of_rewards_are_rejected(run, tmp_path, monkeypatch, timeout):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    code = "def build(low):\n    return lambda *, completions, **_: [low + {} * len(text) for text in completions]\n"
+    code = "def build(low, file):\n    return lambda *, completions, **_: [low + {} * len(a) for a in completions]\n"
 
-    def call(factor, low):
+    def call(factor, low, prompt):
         (tmp_path / "graded.py").write_text(code.format(factor))
+        (tmp_path / "prompt.yaml").write_text(prompt)
         monkeypatch.delitem(sys.modules, "graded", raising=False)
-        run(reward_funcs=f"[graded:build(low={low})]", reward_timeout=timeout)
+        run(reward_funcs=json.dumps([f"graded:build(low={low}, file='prompt.yaml')"]), reward_timeout=timeout)
 
-    call(1, 1)
-    for changed in ((22, 1), (1, 2)):
+    call(1, 1, "a")
+    for changed in ((22, 1, "a"), (1, 2, "a"), (1, 1, "b")):
         with pytest.raises(ConfigError, match="prompts, rewards or settings"):
             call(*changed)
 

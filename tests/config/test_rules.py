@@ -18,6 +18,7 @@ AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
+        ("greater_is_better: true", 5, "no effect: `metric_for_best_model`, `load_best_model_at_end` are null"),
         ("early_stopping_threshold: 0.1", 5, "no effect: `early_stopping_patience` is null"),
         ("adam_beta2: 0.95\noptim: sgd", 5, "`adam_beta2` has no effect: `optim` does not take it"),
         ("optim_target_modules: all-linear", 5, "`optim_target_modules` has no effect: `optim` is"),

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation.answering import LocalModel, load_local_model
+from recipes_lib.evaluation.endpoint import split_reasoning
 
 CHATS = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Write", "How many days?")]
 
@@ -60,6 +61,16 @@ def test_overlong_chat_is_an_error_of_its_row(tiny_model_dir: Path) -> None:
     tight = dataclasses.replace(engine, positions=found[0].num_prompt_tokens + 12)
     assert tight.answer(CHATS[:1], [5]) == found[:1]
     assert [found[0], found[2]] == [engine.answer(CHATS, [5, 6, 7])[at] for at in (0, 2)]
+
+
+def test_cut_reasoning_that_the_template_opens_is_no_answer(tiny_model_dir: Path) -> None:
+    model = load(tiny_model_dir)
+    (plain,) = model.answer([CHATS[0]], [0])
+    model.tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (reply,) = model.answer([CHATS[0]], [0])
+    assert split_reasoning(plain.text) == (None, plain.text)
+    assert not reply.is_finished
+    assert split_reasoning(reply.text)[1] == ""
 
 
 def test_base_model_continues_single_turn_only(tiny_model_dir: Path, tmp_path: Path) -> None:

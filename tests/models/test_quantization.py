@@ -1,16 +1,19 @@
 """Quantised loading by bitsandbytes: quantised layers, memory, gradients and adapters."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -263,3 +266,55 @@ def test_mamba_is_refused_before_it_is_quantised(tmp_path, bits):
     with pytest.raises(ConfigError, match="quantised weights of Mamba") as caught:
         load(tmp_path, QuantizationConfig(**{bits: True}))
     assert caught.value.problems[0].where == bits
+
+
+def save_as_fp8(model_dir, folder):
+    """Save a model as DeepSeek does: linear layers in float8 with a scale per block of 128 x 128."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model.config.save_pretrained(folder)
+    tensors = {}
+    for key, weight in model.state_dict().items():
+        if "_proj" in key:
+            scale = weight.abs().max() / 448
+            tensors[f"{key}_scale_inv"] = scale.expand([-(-size // 128) for size in weight.shape]).contiguous()
+            weight = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[key] = weight.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def test_fp8_checkpoint_is_trained_dequantised_on_any_device(tiny_model_dir, tmp_path, monkeypatch):
+    full = save_as_fp8(tiny_model_dir, tmp_path)
+    # On such a GPU, transformers would keep the codes, and compute with kernels that have no gradient.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(loading, "PartialState", lambda: SimpleNamespace(device=torch.device("cpu")))
+    model = load(tmp_path, QuantizationConfig())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not hasattr(model.config, "quantization_config")
+    difference = (compute_probe_logits(model) - compute_probe_logits(full)).abs().max()
+    assert 0 < difference < 0.1 * compute_probe_logits(full).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "found"),
+    [
+        ("gptq", {}, r"is quantised \(gptq\)"),
+        ("awq", {}, r"is quantised \(awq\)"),
+        ("compressed-tensors", {}, r"is quantised \(compressed-tensors\)"),
+        ("unheard-of", {}, r"is quantised \(unheard-of\)"),
+        ("gptq", {"load_in_4bit": True}, r"is quantised \(gptq\), not to load_in_4bit"),
+        ("mxfp4", {"load_in_4bit": True}, r"is quantised \(mxfp4\), not to load_in_4bit"),
+        ("mxfp4", {}, None),
+        ("fp8", {}, None),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_checkpoint_of_other_method_is_refused_unless_dequantised(method, bits, found, is_nested):
+    saved = {"quantization_config": {"quant_method": method}}
+    config = MistralConfig(**saved)
+    if is_nested:
+        config = AutoConfig.for_model("llava", text_config={"model_type": "mistral", **saved})
+    problems = [*check_quantization("x", config, QuantizationConfig(**bits))]
+    assert [bool(re.search(found or "", one.found)) for one in problems] == [True] * bool(found)

@@ -45,8 +45,11 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 
 def test_sample_prompts_are_not_shortened_like_paths(tmp_path):
     prompts = ["/no_think What is 1 / 2?", "Solve x=/2"]
-    card = build_card(tmp_path, record(sample_prompts=prompts, chat_template_path="/data/a.jinja"), {})
+    functions = ["judges:grade(model='a/b', prompt='/data/p.yaml', rate=2)"]
+    facts = {"sample_prompts": prompts, "chat_template_path": "/data/a.jinja", "reward_funcs": functions}
+    card = build_card(tmp_path, record(**facts), {})
     assert f"sample_prompts: {json.dumps(prompts)}" in card
+    assert "judges:grade(model='a/b', prompt='p.yaml', rate=2)" in card
     assert 'chat_template_path: "a.jinja"' in card
 
 

@@ -20,6 +20,8 @@ from recipes_lib.quantities import pluralize
 
 _SECONDS: Final = 10
 """Polling interval of ``eval watch``."""
+_QUIET_SECONDS: Final = 1800
+"""Age of the last metrics of a run that ``eval watch`` takes for killed, if no process on this machine runs it."""
 _STATES: Final = (".pt", ".pth", ".bin")
 """Suffixes of optimizer and generator states, which an evaluation does not need; weights are never pickles."""
 
@@ -107,9 +109,14 @@ def watch(argv: Sequence[str]) -> int:
 
 
 def _is_running(record: Path) -> bool:
-    """Return whether ``run.json`` says that a run is running, and a process holds its lock, unlike a killed one's."""
-    is_recorded = read_record(record).get("status") == "running"
-    return is_recorded and is_locked(record.with_name(LOCK_FILE), of_process=True) is not False
+    """Return whether ``run.json`` says that a run is running, and it holds its lock or still writes metrics."""
+    if read_record(record).get("status") != "running":
+        return False
+    if is_locked(record.with_name(LOCK_FILE), of_process=True) is not False:
+        return True
+    # Killed, or on another machine and a file system with locks local to a machine, as on Lustre or NFS can be.
+    metrics = record.with_name("metrics.jsonl")
+    return metrics.exists() and time.time() - metrics.stat().st_mtime < _QUIET_SECONDS
 
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:

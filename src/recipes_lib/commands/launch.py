@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     machines = _resolve_machines(options, find_machines(read_environment()))
     file, document = _read_hardware(options, machines)
     given = options.num_processes
-    num_processes = _count_processes(file, document, machines) if given is None else given
+    num_processes = _count_processes(file, document, machines, options.dry_run) if given is None else given
     if num_processes % machines.num_machines:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
@@ -355,11 +355,11 @@ def choose_for_this_machine(num_processes: int = 1) -> str:
     return one if num_processes == 1 else several
 
 
-def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
+def _count_processes(file: Path, document: dict[str, Any], machines: Machines, is_dry_run: bool) -> int:
     """Return the default number of processes: one per GPU (of ``gpu_ids``), or that of a file for CPUs, or one.
 
     Raises:
-        ConfigError: The launch file needs GPUs, and this machine has none.
+        ConfigError: The launch file needs GPUs, this machine has none, and it is to start them.
     """
     if document["distributed_type"] == "NO":
         return machines.num_machines
@@ -368,6 +368,8 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
     from recipes_lib.hardware import count_accelerators
 
     here, ids = count_accelerators(), str(document.get("gpu_ids") or "all")
+    if not here and is_dry_run:  # The command is for a machine that has the GPUs of the file.
+        return int(document.get("num_processes", 1)) * machines.num_machines // int(document.get("num_machines", 1))
     if not here:
         found = f"{file} needs GPUs, and this machine has none"
         remedy = "write --hardware cpu or cpu_ddp, or start on a machine with GPUs"

@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.settings import is_local
+from recipes_lib.config.values import read_constants
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import explain_write_errors, fsync, name_record, read_record, replace_record, try_lock
+from recipes_lib.files import (
+    explain_write_errors,
+    fsync,
+    hash_file,
+    name_record,
+    read_record,
+    replace_record,
+    try_lock,
+)
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
@@ -321,7 +331,7 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
         "policy": hash_weights(collector.models.policy),
         "reward_model": model,
         # By their paths, which have the arguments of factories.
-        "functions": {path: _read_source(path) for path in config.rewards.reward_funcs or ()},
+        "functions": {path: _identify_function(path) for path in config.rewards.reward_funcs or ()},
         "weights": list(rewards.weights),
         "response_length": config.rewards.response_length,
         "temperature": config.rewards.temperature,
@@ -330,11 +340,17 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
     }
 
 
-def _read_source(path: str) -> str:
-    """Return the source code of the module of a loaded reward function, which may call others in it; empty if none."""
+def _identify_function(path: str) -> list[str]:
+    """Return the code of a loaded reward function's module, whose functions it may call, and hashes of its files.
+
+    Its files, such as a judge's prompt, are the arguments of its factory that are paths.
+    """
+    target, opened, arguments = path.partition("(")
+    given = read_constants(f"f({arguments}").values() if opened else ()
+    found = [hash_file(Path(value)) for value in given if is_local(value) and Path(value).is_file()]
     with suppress(OSError, TypeError):
-        return inspect.getsource(sys.modules[path.partition(":")[0].removesuffix(".py")])
-    return ""
+        found.append(inspect.getsource(sys.modules[target.partition(":")[0].removesuffix(".py")]))
+    return found
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.evaluation.endpoint import Chat, Reply
+from recipes_lib.evaluation.endpoint import THINKS, Chat, Reply
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.saved import find_base
@@ -111,6 +111,9 @@ class LocalModel:
         replies = []
         for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True):
             text = read_continuation(self.tokenizer, prompt, ids[mask].tolist())
+            if str(self.tokenizer.decode(list(prompt[-16:]))).rstrip().endswith(THINKS):
+                # Written by the template: without it, reasoning that the length limit has cut would be the answer.
+                text = f"{THINKS}\n{text}"
             replies.append(Reply(text, has_ended, len(prompt), int(mask.sum())))
         return replies
 

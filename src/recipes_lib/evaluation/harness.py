@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
@@ -41,6 +42,8 @@ RECORD: Final = "eval.json"
 SAMPLES: Final = "samples.jsonl"
 _FIELDS: Final = {**dict.fromkeys(("task", "filter", "doc_hash", "prompt_hash"), str), "scores": dict}
 _CACHE: Final = ".requests"
+_AUTO: Final = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+"""Architectures that lm-eval loads."""
 _DECISIVE: Final = (
     *("*.safetensors", "*.bin", "*config.json", "tokenizer.json", "*.model", "vocab*", "merges.txt", "*.jinja"),
 )
@@ -208,8 +211,11 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
     settings, _ = load_model_config(base)
     others = ("Classification", "RewardModel", "MaskedLM")
-    if wrong := [kind for kind in settings.architectures or [] if any(other in kind for other in others)]:
-        found = f"{name} is a {wrong[0]}, which does not generate text"
+    wrong = [kind for kind in settings.architectures or [] if any(other in kind for other in others)]
+    # vLLM and code from the Hub have classes of their own.
+    has_own = config.engine == "vllm" or hasattr(settings, "auto_map")
+    if wrong or not (has_own or any(type(settings) in mapping for mapping in _AUTO)):
+        found = f"{name} is a {[*wrong, settings.model_type][0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
     described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or Path(name), settings)}
     if adapter is not None:

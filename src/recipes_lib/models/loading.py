@@ -38,13 +38,18 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
-from recipes_lib.models.quantization import check_quantization, find_unquantized, keep_differentiable
+from recipes_lib.models.quantization import (
+    build_dequantization,
+    check_quantization,
+    find_unquantized,
+    keep_differentiable,
+)
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_causal
 from recipes_lib.shipped import find_shipped
 
@@ -272,14 +277,16 @@ def load_pretrained(
         ConfigError: As ``load_causal_lm``.
     """
     name = str(config.model_name_or_path)
-    if quantization and (faults := [*check_quantization(name, load_model_config(config)[0], quantization)]):
+    model_config, _ = load_model_config(config)
+    if quantization and (faults := [*check_quantization(name, model_config, quantization)]):
         raise ConfigError(*faults)
     if quantization and PartialState().device.type == "cpu":
         # transformers' default for quantised weights is a GPU, also for a run on the CPU of a machine with one.
         options["device_map"] = {"": "cpu"}
-    options |= {"attn_implementation": attn_implementation, "quantization_config": quantization}
+    quantization_config = quantization or build_dequantization(model_config)
+    options |= {"attn_implementation": attn_implementation, "quantization_config": quantization_config}
     model, missing = read_checkpoint(auto_class, config, may_lack, may_hold, options)
-    cautions = find_dropped_modules(model, load_model_config(config)[0]), quantization and find_unquantized(model)
+    cautions = find_dropped_modules(model, model_config), quantization and find_unquantized(model)
     for caution in filter(None, cautions):
         logger.warning("%s: %s", name, caution)
     freeze_outside_text(model)
@@ -322,7 +329,8 @@ def read_checkpoint(
             **_load_options(config),
         )
     if problems := _list_problems(name, model, info, may_lack, may_hold):
-        raise ConfigError(*(_explain_quantization(config) or problems))
+        quantized = [*check_quantization(name, load_model_config(config)[0], QuantizationConfig())]
+        raise ConfigError(*(quantized or problems))
     return model, set(info["missing_keys"])
 
 
@@ -347,15 +355,6 @@ def _list_problems(
         )
         if keys
     ]
-
-
-def _explain_quantization(config: ModelConfig) -> list[Problem]:
-    """Return a problem if a checkpoint is quantised: its tensors have other names and shapes than the architecture."""
-    settings = getattr(load_model_config(config)[0], "quantization_config", None) or {}
-    found = f"the checkpoint of {config.model_name_or_path} is quantised ({settings.get('quant_method')})"
-    bits = [f"set {key}: true and use_peft: true, or " for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
-    remedy = f"{''.join(bits)}name the model that it was made from"
-    return [Problem("model_name_or_path", found, remedy)] if settings else []
 
 
 def find_model_folder(name: str, revision: str | None) -> Path | None:

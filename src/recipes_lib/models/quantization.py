@@ -6,14 +6,19 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from recipes_lib.config.schema import QuantizationConfig
 from recipes_lib.errors import ConfigError, Problem
+
+_DEQUANTIZED: Final = ("fp8", "mxfp4")
+"""Methods of checkpoints that transformers can load unquantised, such as those of DeepSeek V3 and gpt-oss."""
 
 
 def build_quantization_config(
@@ -64,23 +69,44 @@ def check_quantization(
 ) -> Iterator[Problem]:
     """Yield a problem if a checkpoint has other bits than requested, or its architecture cannot be quantised.
 
-    transformers ignores the request and keeps the bits that bitsandbytes has quantised a checkpoint to. Its Mamba
-    multiplies by the weight of ``dt_proj`` itself, unlike Falcon Mamba and Jamba (transformers 5.23).
+    transformers ignores the request and keeps the bits that bitsandbytes has quantised a checkpoint to. Other methods
+    need kernels of a GPU, or cannot be trained. Its Mamba multiplies by the weight of ``dt_proj`` itself, unlike Falcon
+    Mamba and Jamba (transformers 5.23).
 
     Args:
         name: Name of the model, for the message.
         model_config: Configuration of its checkpoint.
         requested: Requested number of bits.
     """
-    saved = getattr(model_config, "quantization_config", None) or {}
+    saved = _get_saved(model_config)
     keys = ("load_in_4bit", "load_in_8bit")  # Configurations of other methods do not have them.
     held, wanted = ([key for key in keys if is_set(key)] for is_set in (saved.get, partial(getattr, requested)))
-    if held and held != wanted:
-        found = f"the checkpoint of {name} is quantised ({held[0]})" + (f", not to {wanted[0]}" if wanted else "")
-        remedy = f"set {held[0]}: true and use_peft: true, or name the model that it was made from"
-        yield Problem(wanted[0] if wanted else "model_name_or_path", found, remedy)
+    method = saved.get("quant_method")
+    if saved and (held != wanted or not (held or method in _DEQUANTIZED)):
+        found = f"the checkpoint of {name} is quantised ({[*held, method][0]})"
+        found += f", not to {wanted[0]}" if wanted else ""
+        own = f"set {held[0]}: true and use_peft: true, or " if held else ""
+        yield Problem([*wanted, "model_name_or_path"][0], found, f"{own}name the model that it was made from")
     elif wanted and model_config.model_type == "mamba":
         yield Problem(wanted[0], "transformers cannot compute with quantised weights of Mamba", "delete the line")
+
+
+def build_dequantization(model_config: PreTrainedConfig) -> QuantizationConfigMixin | None:
+    """Build the configuration with which transformers dequantises a checkpoint; ``None`` for other checkpoints.
+
+    By default it does so on a CPU only, and a GPU would get weights that cannot be trained.
+    """
+    saved = _get_saved(model_config)
+    if saved.get("quant_method") not in _DEQUANTIZED:
+        return None
+    built: QuantizationConfigMixin = AutoQuantizationConfig.from_dict({**saved, "dequantize": True})
+    return built
+
+
+def _get_saved(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the quantisation in a checkpoint's config.json, where those of vision models have it one level below."""
+    places = (model_config, model_config.get_text_config())
+    return next(filter(None, (getattr(place, "quantization_config", None) for place in places)), {})
 
 
 def list_quantized(model: Any) -> list[nn.Linear]:

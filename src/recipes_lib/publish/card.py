@@ -42,6 +42,9 @@ _COUNTS: Final = {
     "num_target_tokens": "of them trained on",
 }
 
+_QUOTED_PATH: Final = re.compile(r"""(?P<quote>["'])(?P<path>/[^"']+)""")
+"""Absolute path in the arguments of a function, such as ``module:factory(prompt='/a/b.yaml')``."""
+
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
     """Write the model card ``README.md``; arguments as for ``build_card``."""
@@ -424,6 +427,7 @@ def make_portable(value: Any) -> Any:
         return {key: item if key == "sample_prompts" else make_portable(item) for key, item in value.items()}
     if not isinstance(value, str):
         return value
+    value = _QUOTED_PATH.sub(lambda found: found["quote"] + Path(found["path"]).name, value)
     flag, equals, path = value.rpartition("=")  # ``--output_dir=/a/b``
     return f"{flag}{equals}{Path(path).name}" if Path(path).is_absolute() else value
 

@@ -20,7 +20,7 @@ from recipes_lib.models.adapters.lora import adapters_off, load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.loading import load_causal_lm, load_model_config
-from recipes_lib.models.quantization import build_quantization_config
+from recipes_lib.models.quantization import build_quantization_config, check_quantization
 
 _PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
 Texts = Sequence[Sequence[int]]
@@ -109,7 +109,7 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
         ConfigError: The base cannot be found, or its weights are quantised.
     """
     config, _ = load_model_config(base)
-    if getattr(config, "quantization_config", None):
+    if any(check_quantization("", config, QuantizationConfig())):
         found = f"{base.model_name_or_path} holds quantised weights, into which nothing can be merged"
         raise ConfigError(Problem("--base", found, "name the model that it was made from"))
     kernel = choose_kernel(config, None, device=torch.device("cpu"), compute_dtype=torch.float32, packing=False)

@@ -253,10 +253,12 @@ class Run:
         try:
             self.record(**facts, **self._summarise())
         except OSError:
-            # Without the summary, in the space that truncating the lock file releases.
+            # Without the summary, in the space that truncating the lock file releases, and in its inode.
             with suppress(OSError):
                 for file in _CLAIMS:
                     file.truncate(0)
+                if self.launch.is_main:
+                    (self.output_dir / LOCK_FILE).replace(self.output_dir / f"{RUN_FILE}.partial")
                 self.record(**facts)
 
 

@@ -175,6 +175,7 @@ def test_truncated_and_empty_answers_are_reported_in_every_launch(
     ("other", "flags", "message"),
     [
         ("", (), "name two or more"),
+        ("b.jsonl b.jsonl", (), "a model is named twice"),
         ("absent.jsonl", (), "missing or empty"),
         ("b.jsonl", ("--judge", "http://h/v1"), "http://h/v1#NAME"),
         ("b.jsonl", ("--judge", "no/such-reward-model-here"), "no/such-reward-model-here"),
@@ -184,7 +185,7 @@ def test_truncated_and_empty_answers_are_reported_in_every_launch(
     ],
 )
 def test_invalid_input_is_rejected(compare, other: str, flags: Any, message: str) -> None:
-    models = ("a.jsonl", other) if other else ("a.jsonl",)
+    models = ("a.jsonl", *other.split())
     assert message in compare("--judge", "http://h/v1#j", *flags, models=models, code=2)
 
 

@@ -73,7 +73,7 @@ def test_each_name_follows_what_it_names_to_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncate", "remove", "no manifest", "empty manifest", "truncated manifest", "other manifest"]
+    "damage", ["truncate", "remove", "renamed", "no manifest", "empty manifest", "truncated manifest", "other manifest"]
 )
 def test_find_last_complete_skips_damaged_checkpoint(tmp_path, damage):
     good = make_checkpoint(tmp_path, 9)
@@ -82,6 +82,8 @@ def test_find_last_complete_skips_damaged_checkpoint(tmp_path, damage):
         (bad / "model.safetensors").write_bytes(b"w")
     if damage == "remove":
         (bad / "nested" / "state.json").unlink()
+    if damage == "renamed":
+        write_complete(bad, step=7)
     contents = {"empty manifest": "", "truncated manifest": '{"files": {', "other manifest": "[]"}
     if damage in contents:
         (bad / COMPLETE).write_text(contents[damage])

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from recipes_lib.config.schema import AdapterConfig
@@ -62,7 +62,8 @@ def test_base_layout_leaves_saving_and_loading_to_upstream(tmp_path):
     layout, model = ModelLayout(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     trained = Trained({}, optimizer)
-    assert layout.save_model(tmp_path, model, None, None) is layout.save_optimizer(tmp_path, trained, None) is None
+    saver = SimpleNamespace(is_main=True)
+    assert layout.save_model(tmp_path, model, None, saver) is layout.save_optimizer(tmp_path, trained, None) is None
     assert not layout.load_model(tmp_path, model)
     assert not layout.load_optimizer(tmp_path, model, trained, lambda _: optimizer)
     assert layout.gather(model) is None
@@ -140,8 +141,12 @@ def test_adapter_is_saved_without_state_of_base(tmp_path, tiny_model_dir, monkey
     monkeypatch.setattr(LlamaRMSNorm, "_save_to_state_dict", None)
     saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path)), say=lambda _: None)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model.generation_config.eos_token_id = [7, 9]
     (write,) = ReplicatedLayout().save_model(tmp_path / "new", model, tokenizer, saver)
     write()
+    assert ModelLayout().save_model(tmp_path / "deepspeed", model, tokenizer, saver) is None
+    stops = [GenerationConfig.from_pretrained(tmp_path / name).eos_token_id for name in ("new", "deepspeed")]
+    assert stops == [[7, 9], [7, 9]]
     saved = load_file(tmp_path / "new" / ADAPTER_WEIGHTS)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)

@@ -49,8 +49,10 @@ def main(argv: Sequence[str]) -> None:
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = CommandParser("eval compare --judge").parse_args(argv)
-    if len(options.models) < 2:
-        raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
+    others = options.models[1:]
+    if not others or len({*others}) < len(others):
+        found = "a model is named twice" if others else "there is one model"
+        raise ConfigError(Problem("recipes eval compare", found, "name two or more, each once"))
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")

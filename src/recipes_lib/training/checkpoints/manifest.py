@@ -125,6 +125,9 @@ def find_wrong_size(checkpoint: Path) -> str | None:
     record = read_complete(checkpoint)
     if record is None:
         return f"it has no readable {COMPLETE}"
+    number = _NAME.fullmatch(checkpoint.name)
+    if number and record.get("step") not in (None, int(number[1])):
+        return f"it was renamed: its {COMPLETE} is of step {record['step']}"
     for name, expected in record["files"].items():
         try:
             status = (checkpoint / name).stat()

@@ -83,6 +83,8 @@ class ModelLayout:
         Returns:
             Tasks that write the remaining files; ``None``: upstream must save the model.
         """
+        if saver.is_main:
+            _save_generation_config(folder, model)
         return None
 
     def save_optimizer(self, folder: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task] | None:
@@ -224,9 +226,7 @@ class ReplicatedLayout(ModelLayout):
         # Hub for the base configuration, to see whether embeddings were resized.
         options: Any = {"save_embedding_layers": False} if is_adapter(model) else {"save_original_format": False}
         model.save_pretrained(folder, state_dict=dict(state), **options)
-        if is_adapter(model) and (base := unwrap_adapter(model)).can_generate():
-            # Unlike PEFT: a merged or evaluated checkpoint must stop at the tokens of training, not of the base.
-            base.generation_config.save_pretrained(folder)
+        _save_generation_config(folder, model)
         self._tokenizer.save_pretrained(folder)
 
 
@@ -317,6 +317,12 @@ class PipelineLayout(ShardedLayout):
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes
         return shapes
+
+
+def _save_generation_config(folder: Path, model: Any) -> None:
+    """Save that of an adapter, unlike PEFT: when evaluated or merged, it must stop at the tokens of training."""
+    if is_adapter(model) and (base := unwrap_adapter(model)).can_generate():
+        base.generation_config.save_pretrained(folder)
 
 
 def load_trained(place: Path, trained: Trained) -> None:
