@@ -6,6 +6,7 @@ Case and punctuation are ignored, but not numbers: 48 + 24 is another problem th
 from __future__ import annotations
 
 import functools
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -43,7 +44,7 @@ class Index:
 
     def add(self, task: str, text: str) -> None:
         """Add an item of the benchmark ``task``."""
-        words = hash_words(text).hashes
+        words = hash_words(unicodedata.normalize("NFC", text)).hashes  # As the step before writes documents.
         if len(words) < MIN_ITEM_WORDS:
             self.num_short[task] += 1
             return

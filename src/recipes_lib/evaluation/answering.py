@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Chat, Reply
 from recipes_lib.files import hash_file
@@ -126,8 +127,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         if len(chat) > 1:
             remedy = "name an instruction-tuned model, or prompts of one turn"
             raise ConfigError(Problem("chat_template", "the model has no chat template for several turns", remedy))
-        plain: list[int] = tokenizer(chat[0]["content"])["input_ids"]
-        return plain
+        # Without special tokens after the text: an end of text would be before the answer.
+        bare, whole = (tokenizer(chat[0]["content"], add_special_tokens=adds)["input_ids"] for adds in (False, True))
+        return [*find_prefix(bare, whole), *bare]
     messages = [dict(message) for message in chat]
     # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
     try:
