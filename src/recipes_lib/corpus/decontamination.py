@@ -44,7 +44,7 @@ class Index:
 
     def add(self, task: str, text: str) -> None:
         """Add an item of the benchmark ``task``."""
-        words = hash_words(unicodedata.normalize("NFC", text)).hashes  # As the step before writes documents.
+        words = hash_words(unicodedata.normalize("NFC", text)).hashes
         if len(words) < MIN_ITEM_WORDS:
             self.num_short[task] += 1
             return
@@ -66,7 +66,7 @@ class Index:
         return tables
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """Return the n-grams of a text that occur in an item: benchmark, start and end (exclusive) in characters."""
+        """Return the n-grams of a text in NFC that occur in an item: benchmark, start and end (exclusive) in characters."""
         words, names = hash_words(text), list(self.num_items)
         found = []
         for size, (hashes, tasks) in self._tables.items():
@@ -113,7 +113,8 @@ class Decontamination:
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Remove a document with an n-gram of an item, or the text around it; list the benchmarks in its metadata."""
-        hits = self.index.find(document.text)
+        text = unicodedata.normalize("NFC", document.text)
+        hits = self.index.find(text)
         tasks = sorted({task for task, _, _ in hits})
         found.update(tasks)
         if not hits:
@@ -126,9 +127,9 @@ class Decontamination:
         kept, position = [], 0
         for start, end in sorted((start, end) for _, start, end in hits):
             if start - _EXCISED_CHARACTERS > position:
-                kept.append(document.text[position : start - _EXCISED_CHARACTERS])
+                kept.append(text[position : start - _EXCISED_CHARACTERS])
             position = max(position, end + _EXCISED_CHARACTERS)
-        document.text = "\n".join([*kept, document.text[position:]]).strip("\n")
+        document.text = "\n".join([*kept, text[position:]]).strip("\n")
         return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.chat_cases import (
@@ -145,6 +146,16 @@ def test_shipped_template_renders_tools_calls_and_results(
     prompt = replace(row, num_prompt_messages=len(messages) - 1)
     assert tokenizer.decode(encoder.encode_prompt(prompt)) == asked
     assert rendered.startswith(asked)
+
+
+@pytest.mark.parametrize(
+    ("ours", "published"), [("llama3-8b/chat_template", "llama3"), ("chat_templates/qwen3_no_think", "qwen3")]
+)
+def test_shipped_template_writes_white_space_as_the_published_one(ours: str, published: str) -> None:
+    paths = SHIPPED.parent / f"{ours}.jinja", Path(trl.__file__).parent / "chat_templates" / f"{published}.jinja"
+    messages = [user(" hi\n"), answer("\n\nyes \n")]
+    texts = [build_byte_level(path.read_text()).apply_chat_template(messages, tokenize=False) for path in paths]
+    assert texts[0] == texts[1]
 
 
 def test_shipped_template_renders_plain_chat_as_chatml() -> None:
