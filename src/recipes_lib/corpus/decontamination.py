@@ -66,7 +66,7 @@ class Index:
         return tables
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """Return the n-grams of a text in NFC that occur in an item: benchmark, start and end (exclusive) in characters."""
+        """Return the n-grams of a text, in NFC, that occur in an item: benchmark, start and end (exclusive)."""
         words, names = hash_words(text), list(self.num_items)
         found = []
         for size, (hashes, tasks) in self._tables.items():
@@ -113,8 +113,7 @@ class Decontamination:
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Remove a document with an n-gram of an item, or the text around it; list the benchmarks in its metadata."""
-        text = unicodedata.normalize("NFC", document.text)
-        hits = self.index.find(text)
+        hits = self.index.find(text := unicodedata.normalize("NFC", document.text))
         tasks = sorted({task for task, _, _ in hits})
         found.update(tasks)
         if not hits:

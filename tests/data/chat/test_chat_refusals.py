@@ -35,11 +35,11 @@ HI = chat(user("hi"), answer("Paris"))
 @pytest.mark.parametrize(
     ("template", "row", "found"),
     [
-        (source("spaced_prompt"), HI, ["one token holds ' '", "the generation prompt"]),
+        (source("spaced_prompt"), HI, ["one token holds ' '", "let the template end its prompt"]),
         (
             CHATML,
             chat(user("hi"), answer("\n\nParis")),
-            ["holds '\\n' and '\\n'", "white space at the start of the answer"],
+            ["holds '\\n' and '\\n'", "strip the answer"],
         ),
         (
             source("leaking"),
