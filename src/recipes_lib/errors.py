@@ -249,12 +249,11 @@ def raise_problems(problems: Sequence[Problem], name: str, kind: type[DataError]
     Raises:
         DataError: ``problems`` is not empty.
     """
-    problems = merge_alike(problems)
-    if len(problems) > MAX_PROBLEMS:
-        rest = Problem(name, f"more problems: {len(problems) - MAX_PROBLEMS:,}", "fix these first, then run again")
-        raise kind(*problems[:MAX_PROBLEMS], rest)
-    if problems:
-        raise kind(*problems)
+    listed = merge_alike(problems)
+    if num_more := len(listed[MAX_PROBLEMS:]):
+        listed[MAX_PROBLEMS:] = [Problem(name, f"more problems: {num_more:,}", "fix these first, then run again")]
+    if listed:
+        raise kind(*listed)
 
 
 def verify_extra(where: str, extra: str, *modules: str) -> None:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -220,7 +219,8 @@ def _verify_template(settings: dict[str, Any], name: str | None) -> ChatTemplate
     try:
         RowEncoder(tokenizer).encode([Row(where=name, messages=_TRIAL)])
     except UserError as error:
-        raise ConfigError(*(replace(one, where=f"--chat_template {name}") for one in error.problems)) from error
+        problems = (Problem(f"--chat_template {name}", one.found, one.remedy) for one in error.problems)
+        raise ConfigError(*problems) from error
     return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
 
 

@@ -130,10 +130,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         # Without special tokens after the text: an end of text would be before the answer.
         bare, whole = (tokenizer(chat[0]["content"], add_special_tokens=adds)["input_ids"] for adds in (False, True))
         return [*find_prefix(bare, whole), *bare]
-    messages = [dict(message) for message in chat]
     # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # A template is a program, which can raise anything.
         raise DataError(Problem("chat_template", f"the chat template fails: {error}")) from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))

@@ -204,9 +204,7 @@ def load_files(
     files: dict[str, Path] = {}
     for file in splits[split]:
         files.setdefault(realpath(file), file)
-    root = name.rstrip("/")
-    labels = (name if file == path else f"{root}/{file.relative_to(path).as_posix()}" for file in files.values())
-    return FileSource(name, dict(zip(labels, files.values(), strict=True)), text_documents)
+    return FileSource(name, {_label(file, path, name): file for file in files.values()}, text_documents)
 
 
 def read_card(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -355,6 +353,10 @@ def _splits_in(text: str) -> set[str]:
 def find_suffix(path: Path) -> str:
     """Return the suffix of the file type, without that of the compression."""
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+
+
+def _label(file: Path, root: Path, name: str) -> str:
+    return name if file == root else f"{name.rstrip('/')}/{file.relative_to(root).as_posix()}"
 
 
 def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.LZMAError) -> Problem:
