@@ -95,10 +95,13 @@ def test_collect_problems_catches_data_errors_only() -> None:
 def test_problems_beyond_limit_are_counted():
     raise_problems([], "nothing")
     with pytest.raises(DataError) as caught:
-        raise_problems([Problem("file", "broken")] * 20, "data")
+        raise_problems(
+            [Problem(f"{letter}:{line}", "broken") for letter in "abcdefghijklmnopqrst" for line in (1, 2)], "data"
+        )
     assert len(caught.value.problems) == 20
+    assert str(caught.value.problems[0]) == "a:1: broken; so in 2 places, next a:2"
     with pytest.raises(DataError) as caught:
-        raise_problems([Problem(f"file {number}", "broken") for number in range(26)], "data")
+        raise_problems([Problem(letter, "broken") for letter in "abcdefghijklmnopqrstuvwxyz"], "data")
     assert len(caught.value.problems) == 21
     assert str(caught.value.problems[-1]).startswith("data: more problems: 6")
 

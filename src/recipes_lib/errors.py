@@ -243,18 +243,18 @@ def raise_problems(problems: Sequence[Problem], name: str, kind: type[DataError]
     """Raise one error for all problems; do nothing if there are none.
 
     Args:
-        problems: Problems of the data; the first ``MAX_PROBLEMS`` are listed, the others counted.
+        problems: Problems of the data; similar ones are merged, the first ``MAX_PROBLEMS`` listed, the others counted.
         name: Location of the remark that counts the others, such as the dataset.
         kind: Class of the error.
 
     Raises:
         DataError: ``problems`` is not empty.
     """
-    if len(problems) > MAX_PROBLEMS:
-        rest = Problem(name, f"more problems: {len(problems) - MAX_PROBLEMS:,}", "fix these first, then run again")
-        raise kind(*problems[:MAX_PROBLEMS], rest)
-    if problems:
-        raise kind(*problems)
+    listed = merge_alike(problems)
+    if num_more := len(listed[MAX_PROBLEMS:]):
+        listed[MAX_PROBLEMS:] = [Problem(name, f"more problems: {num_more:,}", "fix these first, then run again")]
+    if listed:
+        raise kind(*listed)
 
 
 def verify_extra(where: str, extra: str, *modules: str) -> None:

@@ -274,6 +274,9 @@ def test_row_file_rejects_concurrent_writer(tmp_path):
             yield batch
 
     first.write(interrupted())
+    # Its counts, read before the rows, would remove them.
+    with pytest.raises(ConfigError, match="has just written it"):
+        second.write(count_to(second.counts, 4))
     assert read_numbers(tmp_path / "rows.jsonl") == [0, 1, 2, 3]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.paths import expand_home, names_path
-from recipes_lib.data.sources.local_files import READERS
+from recipes_lib.data.sources.local_files import COMPRESSIONS, READERS
 from recipes_lib.errors import ConfigError
 
 
@@ -47,7 +47,7 @@ def test_bare_word_is_a_split_name(problems_of, split: str) -> None:
 @pytest.mark.parametrize("suffix", READERS)
 def test_names_path_knows_every_readable_suffix(suffix: str) -> None:
     assert names_path(f"held_out{suffix}")
-    assert names_path(f"held_out{suffix}.gz")
+    assert all(names_path(f"held_out{suffix}{compression}") for compression in COMPRESSIONS)
 
 
 @pytest.mark.parametrize("name", ["./gone", "~/gone-for-ever", "/gone", "gone.jsonl", "a/b/c", "a b", "''", "C:\\data"])

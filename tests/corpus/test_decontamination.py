@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import random
+import unicodedata
 from collections import Counter
 
 import pytest
@@ -18,12 +19,14 @@ QUESTION = (
     "Natalia sell altogether in April and May?"
 )
 SHORT = "The capital of Burkina Faso is Ouagadougou"
+ACCENTS = "Où était le bébé d'Hélène à Málaga"
 
 
 @pytest.fixture
 def benchmark(tmp_path):
     path = tmp_path / "gsm.jsonl"
     rows = [{"question": QUESTION, "answer": "72"}, {"question": SHORT, "answer": "yes"}]
+    rows.append({"question": unicodedata.normalize("NFD", ACCENTS), "answer": "ici"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"name": str(path), "label": "gsm"}
 
@@ -42,6 +45,8 @@ def decontaminate(benchmark, text, size=13, excises=False):
         QUESTION.replace(",", " -").replace(".", " ...\n"),
         " ".join(QUESTION.split()[3:16]),
         f"They say: {SHORT.lower()}!",
+        ACCENTS,
+        unicodedata.normalize("NFD", ACCENTS),
     ],
 )
 def test_contaminated_text_is_removed(benchmark, text):
@@ -117,8 +122,8 @@ def test_overlapping_and_nested_excisions_are_merged(tmp_path):
 
 def test_short_benchmark_items_are_counted(benchmark):
     step = Decontamination([benchmark], 13, excises=False)
-    assert step.index.num_short == {"gsm": 2}
-    assert step.index.num_items == {"gsm": 4}
+    assert step.index.num_short == {"gsm": 3}
+    assert step.index.num_items == {"gsm": 6}
     index = Index(13)
     index.add("t", "one two three four five")
     index.add("t", "one two three four")

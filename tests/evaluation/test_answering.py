@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import ModelConfig
@@ -76,11 +77,16 @@ def test_cut_reasoning_that_the_template_opens_is_no_answer(tiny_model_dir: Path
 def test_base_model_continues_single_turn_only(tiny_model_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.chat_template = None
+    # Writes two tokens before a text, and an end of text after it, which would end the prompt.
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{eos} {pad} $A {eos}", special_tokens=[(eos, tokenizer.eos_token_id), (pad, tokenizer.pad_token_id)]
+    )
     AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     engine = load(tmp_path)
-    assert engine.answer(CHATS[:1], [0])[0].num_prompt_tokens == len(tokenizer(CHATS[0][0]["content"]).input_ids)
+    assert engine.answer(CHATS[:1], [0])[0].num_prompt_tokens == len(tokenizer(CHATS[0][0]["content"]).input_ids) - 1
     with pytest.raises(ConfigError, match="no chat template"):
         engine.answer([[*CHATS[0], {"role": "assistant", "content": "x"}, *CHATS[1]]], [0])
 

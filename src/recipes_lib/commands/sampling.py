@@ -142,6 +142,9 @@ class RowFile(Generic[Counted]):
         with self._path.open("ab") as file:
             if try_lock(file) is False:
                 raise ConfigError(Problem(str(self._path), "is being written by another process", "wait until it ends"))
+            # The counts were read before the lock.
+            if self._record.exists() and read_record(self._record)["num_bytes"] != self.counts.num_bytes:
+                raise ConfigError(Problem(str(self._path), "another process has just written it", "start again"))
             # Before any row: a process killed in its first batch would leave a file without a record, which is refused.
             self._write_record()
             # Removes rows that a killed process has written but not counted; they are generated again.

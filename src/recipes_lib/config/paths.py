@@ -16,7 +16,7 @@ from recipes_lib.shipped import find_shipped
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIXES = (
     *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst"),
-    *(".jinja", ".safetensors", ".arrow"),
+    *(".bz2", ".xz", ".jinja", ".safetensors", ".arrow"),
 )
 REFERENCES: Final = (
     *("model_name_or_path", "tokenizer_name_or_path", "adapter_name_or_path", "ref_model_name_or_path"),

@@ -6,6 +6,7 @@ Case and punctuation are ignored, but not numbers: 48 + 24 is another problem th
 from __future__ import annotations
 
 import functools
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -43,7 +44,7 @@ class Index:
 
     def add(self, task: str, text: str) -> None:
         """Add an item of the benchmark ``task``."""
-        words = hash_words(text).hashes
+        words = hash_words(unicodedata.normalize("NFC", text)).hashes
         if len(words) < MIN_ITEM_WORDS:
             self.num_short[task] += 1
             return
@@ -65,7 +66,7 @@ class Index:
         return tables
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """Return the n-grams of a text that occur in an item: benchmark, start and end (exclusive) in characters."""
+        """Return the n-grams of a text, in NFC, that occur in an item: benchmark, start and end (exclusive)."""
         words, names = hash_words(text), list(self.num_items)
         found = []
         for size, (hashes, tasks) in self._tables.items():
@@ -112,7 +113,7 @@ class Decontamination:
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Remove a document with an n-gram of an item, or the text around it; list the benchmarks in its metadata."""
-        hits = self.index.find(document.text)
+        hits = self.index.find(text := unicodedata.normalize("NFC", document.text))
         tasks = sorted({task for task, _, _ in hits})
         found.update(tasks)
         if not hits:
@@ -125,9 +126,9 @@ class Decontamination:
         kept, position = [], 0
         for start, end in sorted((start, end) for _, start, end in hits):
             if start - _EXCISED_CHARACTERS > position:
-                kept.append(document.text[position : start - _EXCISED_CHARACTERS])
+                kept.append(text[position : start - _EXCISED_CHARACTERS])
             position = max(position, end + _EXCISED_CHARACTERS)
-        document.text = "\n".join([*kept, document.text[position:]]).strip("\n")
+        document.text = "\n".join([*kept, text[position:]]).strip("\n")
         return None
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
+from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import THINKS, Chat, Reply
 from recipes_lib.files import hash_file
@@ -129,12 +130,12 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         if len(chat) > 1:
             remedy = "name an instruction-tuned model, or prompts of one turn"
             raise ConfigError(Problem("chat_template", "the model has no chat template for several turns", remedy))
-        plain: list[int] = tokenizer(chat[0]["content"])["input_ids"]
-        return plain
-    messages = [dict(message) for message in chat]
+        # Without special tokens after the text: an end of text would be before the answer.
+        bare, whole = (tokenizer(chat[0]["content"], add_special_tokens=adds)["input_ids"] for adds in (False, True))
+        return [*find_prefix(bare, whole), *bare]
     # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # A template is a program, which can raise anything.
         raise DataError(Problem("chat_template", f"the chat template fails: {error}")) from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))

@@ -140,7 +140,7 @@ def test_source_columns_depend_on_method(tmp_path: Path) -> None:
     broken = "the text holds half a surrogate pair, \\ud83d, at position 1"
     for method, message in (
         ("answers", ["has no question", "has several turns", broken]),
-        ("textbook", [*["has no `text`"] * 2, broken]),
+        ("textbook", [f"has no `text`; so in 2 places, next {path}:3", broken]),
     ):
         with pytest.raises(DataError) as caught:
             read(method)

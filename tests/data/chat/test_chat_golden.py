@@ -92,9 +92,9 @@ OPENING = {
     "muse_glimmer": " to=user<|message|>",
     "nemotron": "</think>",
     "qwen3_5_nothink": "",
-    "qwen3_5_think": "\n</think>\n\n",
-    "qwen3_6": "\n</think>\n\n",
-    "qwen3_8": "\n</think>\n\n",
+    "qwen3_5_think": "\n\n</think>\n\n",
+    "qwen3_6": "\n\n</think>\n\n",
+    "qwen3_8": "\n\n</think>\n\n",
     "qwen3_instruct_2507": "",
     "qwen3_vl": "",
     "qwen3": "<think>\n\n</think>\n\n",
@@ -220,9 +220,9 @@ CALLS = {
     "qwen2_5": JSON_CALL + "<|im_end|>",
     "qwen3": JSON_CALL + "<|im_end|>",
     "qwen3_5_nothink": HERMES + "<|im_end|>",
-    "qwen3_5_think": "\n</think>\n\n" + HERMES + "<|im_end|>",
-    "qwen3_6": "\n</think>\n\n" + HERMES + "<|im_end|>",
-    "qwen3_8": "\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_5_think": "\n\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_6": "\n\n</think>\n\n" + HERMES + "<|im_end|>",
+    "qwen3_8": "\n\n</think>\n\n" + HERMES + "<|im_end|>",
     "qwen3_instruct_2507": JSON_CALL + "<|im_end|>",
     "qwen3_vl": JSON_CALL + "<|im_end|>",
 }
@@ -297,7 +297,7 @@ def test_generation_prompt_agrees_with_apply_chat_template(name: str, shape: str
     assert prompt.tolist() == served
     (encoded,) = encoder.encode([chat])
     # The generation prompt opens reasoning that the row does not have.
-    prefills = name.startswith(("deepseek", "nemotron"))
+    prefills = name.startswith(("deepseek", "nemotron", "qwen3_5_think", "qwen3_6", "qwen3_8"))
     if not prefills:
         assert encoded.input_ids[: len(prompt)].tolist() == prompt.tolist()
         assert encoded.loss_mask[len(prompt) :].argmax() == 0

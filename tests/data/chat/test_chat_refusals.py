@@ -35,7 +35,12 @@ HI = chat(user("hi"), answer("Paris"))
 @pytest.mark.parametrize(
     ("template", "row", "found"),
     [
-        (source("spaced_prompt"), HI, ["one token holds ' '", "the generation prompt"]),
+        (source("spaced_prompt"), HI, ["one token holds ' '", "let the template end its prompt"]),
+        (
+            CHATML,
+            chat(user("hi"), answer("\n\nParis")),
+            ["holds '\\n' and '\\n'", "strip the answer"],
+        ),
         (
             source("leaking"),
             chat(user("why"), answer("so")),
@@ -62,7 +67,7 @@ HI = chat(user("hi"), answer("Paris"))
             ["does not end in a special token"],
         ),
     ],
-    ids=["shared token", "leaking", "no answer", "no call", "no authors", "no end"],
+    ids=["shared token", "line breaks", "leaking", "no answer", "no call", "no authors", "no end"],
 )
 def test_unmaskable_template_is_error(template: str, row: Row, found: list[str]) -> None:
     message = refusal(RowEncoder(build_byte_level(template, extra=CHATML_ENDS)), row)

@@ -6,13 +6,17 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.models.vocabulary import PIECES
 
 CORPUS = [
     "User: What is the capital of France? Assistant: The capital of France is Paris.",
     "system user assistant model tool function hello there, again and again: final answer, good morning.",
     "The weather in Paris is sunny; I think that it will rain tomorrow. <think> </think> {'city': 'Paris'}",
+    # Vocabularies of models have a token for two line breaks.
+    "user\n\nassistant\n\n",
 ]
 SPECIAL = re.compile(
     r"<\|[\w▁ ]+\|>|<\|\w+>|<\w+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[/?INST\]|</?s>|<bos>|<eos>"
@@ -26,7 +30,8 @@ def build_byte_level(
     """Return a byte-level BPE whose special tokens are the control literals of ``template``; treat it as read-only."""
     special = sorted({*SPECIAL.findall(template), *extra, eos, pad, *([bos] if bos else [])})
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -362,6 +362,5 @@ def describe(record: Mapping[str, Any]) -> Iterator[str]:
         yield "removed: " + ", ".join(f"{reason} {count:,}" for reason, count in record["removed"].items())
     cost = f", cost {record['cost']:.4g}" if record["cost"] else ""
     yield f"writer: {record['num_prompt_tokens']:,} tokens read, {record['num_tokens']:,} written{cost}"
-    if record["judge"] is not None and record["judge"]["num_prompt_tokens"]:
-        judge = record["judge"]
+    if (judge := record["judge"]) is not None and judge["num_prompt_tokens"]:
         yield f"judge: {judge['num_prompt_tokens']:,} tokens read, {judge['num_tokens']:,} written"

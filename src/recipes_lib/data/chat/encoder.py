@@ -360,7 +360,7 @@ class RowEncoder:
         try:
             return [count_tokens_before(piece.encoding, piece.text, at - piece.start, self._special) for at in places]
         except MergedTokenError as error:
-            remedy = "let the template end the generation prompt, and each turn, in a special token or a line break"
+            remedy = "strip the answer, or let the template end its prompt and turns in a special token or a line break"
             if row.messages is None:
                 remedy = "move the white space at the end of the prompt to the start of the completion"
             raise DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy)) from error

@@ -23,6 +23,7 @@ from recipes_lib.errors import DataError, Problem
 PLACEHOLDER: Final = "placeholder"
 THINK_END: Final = "</think>"
 
+_CLOSING: Final = re.compile(rf"\s+{THINK_END}")
 _THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
 
@@ -405,7 +406,7 @@ class SpanFinder:
                 has_header = rendered.text.startswith(header, starts[owner])
                 start = max(block.start, starts[owner] + len(header) * has_header)
                 if not spans or spans[-1].message != owner:
-                    remarks = _remark_opening(row, owner, rendered.text.endswith(header, 0, start))
+                    start, remarks = _find_opening(row, owner, rendered.text, header, start)
                 spans += [Span(owner, start, block.end)] if start < block.end else []
         last = {span.message: span for span in spans}
         for message in sorted(trained):
@@ -432,7 +433,7 @@ class SpanFinder:
             # A header can begin in the turn before, as with the line breaks between the turns of Alpaca's format.
             at = text.rfind(header, max(0, start - len(header)), start + len(header))
             start = start + self._common_length(row, message, header, text[start:end]) if at < 0 else at + len(header)
-            remarks = _remark_opening(row, message, text.endswith(header, 0, start))
+            start, remarks = _find_opening(row, message, text, header, start)
             # The template writes the EOS after the loop; some write the generation prompt there, whatever the flag, or
             # the beginning of it (Command A).
             is_eos = rendered.turns[-1].end == end and not header.startswith(text[end:].rstrip())
@@ -581,10 +582,13 @@ class SpanFinder:
         return text in turn
 
 
-def _remark_opening(row: Row, message: int, follows_prompt: bool) -> list[Remark]:
-    """Return the remark on a last turn whose target does not follow the generation prompt."""
-    is_last = message == len(_list_messages(row)) - 1
-    return [Remark.OTHER_OPENING] if is_last and not follows_prompt else []
+def _find_opening(row: Row, message: int, text: str, header: str, start: int) -> tuple[int, list[Remark]]:
+    """Return the start of a turn's target, and the remark on a last turn that does not follow the generation prompt."""
+    # Qwen3.5's prompt ends in `<think>` and a line break; its template closes an empty block after two, one token.
+    before = text[:start].rstrip() if _CLOSING.match(text, start) else ""
+    start = len(before) if before.endswith("<think>") else start
+    is_remarked = message == len(_list_messages(row)) - 1 and not text.endswith(header, 0, start)
+    return start, [Remark.OTHER_OPENING] if is_remarked else []
 
 
 def _fault(row: Row, found: str, remedy: str) -> DataError:

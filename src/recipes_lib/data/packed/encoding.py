@@ -393,8 +393,8 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
     option = "tokenizer_name_or_path" if own else "model_name_or_path"
     folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
     if not _list_files(folder, TOKENIZER_FILES):
-        remedy = "name the tokenizer with tokenizer_name_or_path"
-        raise _missing(config, option, f"{name} has no tokenizer files", remedy)
+        found = f"{name} has no tokenizer files"
+        raise ConfigError(Problem(config.locate(option), found, "set tokenizer_name_or_path"))
     return folder
 
 
@@ -419,8 +419,8 @@ def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
         patterns = [*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # Invalid repository id, no such repository, or offline and not cached.
-        reason = str(error).splitlines()[0]
-        raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error
+        found = f"no folder and no Hub model {name!r}: {str(error).splitlines()[0]}"
+        raise ConfigError(Problem(config.locate(option), found, "check the name")) from error
 
 
 def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
@@ -429,7 +429,3 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 def _hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in _list_files(folder, patterns)}
-
-
-def _missing(config: RecipeConfig, option: str, found: str, remedy: str) -> ConfigError:
-    return ConfigError(Problem(config.locate(option), found, remedy))

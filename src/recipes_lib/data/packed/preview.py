@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -126,11 +127,8 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
 def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Show) -> Iterator[Shown]:
     """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
     for row in rows:
-        try:
+        with suppress(DataError) if config.tokens.broken_rows == "drop" else nullcontext():
             yield show(row)
-        except DataError:
-            if config.tokens.broken_rows != "drop":
-                raise
 
 
 def _open_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Iterable[Row], Show]:

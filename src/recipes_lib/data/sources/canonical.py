@@ -128,7 +128,7 @@ def load_source(
         return load_hub(name, config, revision, split, streaming)
     card = read_card(path) if is_folder else {}
     if revision or (config and not card):
-        found = "`dataset_config` and `dataset_revision` are for Hub datasets; this is a local path"
+        found = "a configuration or revision is for Hub datasets; this is a local path"
         raise DataError(Problem(name, found, "remove them, or rename the local path if the Hub dataset is meant"))
     if is_folder and is_saved(path):
         return load_saved(path, name, split)

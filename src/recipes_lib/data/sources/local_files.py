@@ -352,8 +352,7 @@ def _splits_in(text: str) -> set[str]:
 
 def find_suffix(path: Path) -> str:
     """Return the suffix of the file type, without that of the compression."""
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return inner.suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
 
 def _label(file: Path, root: Path, name: str) -> str:
