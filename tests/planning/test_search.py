@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 from tests.planning.runs import build_config
-from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import Device, choose_device
-from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, _rank, extrapolate_kept, search
+from recipes_lib.planning.search import Candidate, _rank, search
 from recipes_lib.planning.timing import Traffic, count_traffic, time_traffic
 
 REPLICATED, SHARDED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
@@ -62,25 +61,6 @@ def test_first_candidate_is_fastest_that_fits(find) -> None:
     none = find(1e9)
     assert not any(one.fits for one in none)
     assert none[0].memory.peak == min(one.memory.peak for one in none)
-
-
-@pytest.mark.parametrize(
-    ("shape", "recipe", "keys"),
-    [
-        pytest.param(LlamaConfig, "sft", {"bf16": False, "fp16": True}, marks=pytest.mark.slow),
-        (LlamaConfig, "dpo", {"use_liger_kernel": True}),
-        (Gemma3TextConfig, "lora", {}),
-        # Eager attention makes fewer copies of a single row.
-        (Gemma3TextConfig, "sft", {"attn_implementation": "eager"}),
-    ],
-)
-def test_extrapolated_activations_match_count(tiny_model_dir: Path, shape, recipe, keys) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
-    model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
-    config = build(tiny_model_dir, recipe, **keys)
-    for layout, number in ((REPLICATED, 7), (SHARDED, 1)):
-        sized = config.with_training({"per_device_train_batch_size": number})
-        assert extrapolate_kept(sized, model, layout) == count_kept(sized, model, layout)
 
 
 def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
