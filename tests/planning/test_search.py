@@ -75,7 +75,7 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
     assert count_traffic(config, model, 1000, offloaded) == Traffic(0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2)
     # Two replicas of two shards: weights stay in a replica, gradients of a shard are reduced between them.
     hybrid = Layout("hsdp", 4, Held(2, 2, 2))
-    assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=4 * 1000 / 2)
+    assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=3 * 4 * 1000 / 2)
     # DeepSpeed sends 16-bit gradients: ZeRO-1 reduces them once, ZeRO-2 per micro-batch; both gather updated weights.
     for weights, gradients, sent in ((1, 1, 2 * 2 + 2), (1, 2, 3 * 2 * 2 + 2), (2, 2, 3 * (2 * 2 + 2))):
         layout = Layout("zero", 2, Held(weights, gradients, 2), is_deepspeed=True)

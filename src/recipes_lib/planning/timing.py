@@ -91,8 +91,8 @@ def count_traffic(
 
     Weights are gathered in 16 bits, or 4, for the forward and the backward pass of each micro-batch, in pipeline stages
     once per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per
-    step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather the
-    updated weights once per step. A frozen model under an adapter has no gradients.
+    step, in FSDP2 (also between its replicas), ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by
+    all-reduce, and gather the updated weights once per step. A frozen model under an adapter has no gradients.
 
     Args:
         config: Configuration of the run.
@@ -115,7 +115,7 @@ def count_traffic(
     group = layout.shards.weights or layout.num_processes
     return found._replace(
         model=times * (2 * count_gathered(config, num_parameters, layout) + _others(group) * gradients),
-        replicas=2 * _others(layout.replicas) * gradients / group,
+        replicas=times * 2 * _others(layout.replicas) * gradients / group,
         host=0.0 if layout.shards.weights else times * 2 * _find_width(config, 4) * held / layout.num_processes,
     )
 
