@@ -413,7 +413,14 @@ def test_zero_has_16_bit_gradients_until_the_update(build, plan_pretraining, num
         layout = Layout("", 4, shards, is_deepspeed=True)
         assert plan_pretraining(layout)[UPDATE] == pytest.approx((2 + 4) * num_parameters / 4, abs=6)
     reduced = "gradients before they are reduced"
-    assert plan_pretraining(layout)[reduced] == plan_pretraining(SHARDED)[reduced] / 2
+    shape = LlamaConfig(**FEW_LAYERS, intermediate_size=128)
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    # FSDP2 copies 16-bit gradients of a layer to a 32-bit tensor, or those of embeddings, projection and final norm.
+    for number, expected in ((300, 6 * layer + 2 * 300 * 64), (15_000, 4 * (2 * 15_000 * 64 + 64))):
+        shape.vocab_size = number
+        assert plan_memory(build("sft"), shape, SHARDED).components[reduced] == expected
+        narrow = 2 * max(layer, 2 * number * 64 + 64)
+        assert plan_memory(build("sft"), shape, layout).components[reduced] == narrow
     plan = plan_memory(build("sft"), LlamaConfig(**FEW_LAYERS), layout)
     temporary = {name: plan.components[name] for names in plan.phases.values() for name in names}
     assert plan.peaks["backward pass"] == plan.peaks["optimizer step"] - temporary.pop(UPDATE) + sum(temporary.values())

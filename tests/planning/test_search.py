@@ -72,7 +72,9 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
     staged = Layout("fsdp2", 2, Held(2, 2, 2), pipeline_stages=2)
     assert count_traffic(config, model, 1000, staged).model == 0.5 * (2 * 2 + 4) * 1000 / 2
     offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
-    assert count_traffic(config, model, 1000, offloaded) == Traffic(0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2)
+    assert count_traffic(config, model, 1000, offloaded) == Traffic(
+        0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2, update=28 * 1000 / 2
+    )
     # Two replicas of two shards: weights stay in a replica, gradients of a shard are reduced between them.
     hybrid = Layout("hsdp", 4, Held(2, 2, 2))
     assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=3 * 4 * 1000 / 2)
@@ -89,7 +91,7 @@ def test_traffic_matches_ring_collectives(tiny_model_dir: Path) -> None:
 
 
 def test_traffic_between_machines_uses_network() -> None:
-    sent = Traffic(model=45e9, replicas=50e9, host=25e9)
+    sent = Traffic(model=45e9, replicas=50e9, host=25e9, update=75e9)
     inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
     assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
     # A ring through the eight adapters of each machine; through four, if only every second GPU is in it.
@@ -104,7 +106,8 @@ def test_traffic_between_machines_uses_network() -> None:
     assert time_traffic(sent, tensor, choose_device("H100")).model == pytest.approx(0.1)
     # Hybrid sharding: only gradients of a shard cross machines.
     hybrid = time_traffic(sent, Layout("hsdp", 16, Held(8, 8, 8)), choose_device("H100"))
-    assert (hybrid.model, hybrid.replicas, hybrid.host) == pytest.approx((0.1, 1, 1))
+    # Eight GPUs share the memory of their host.
+    assert (hybrid.model, hybrid.replicas, hybrid.host, hybrid.update) == pytest.approx((0.1, 1, 1, 2))
     assert hybrid.model + hybrid.replicas == pytest.approx(1.1)
 
 

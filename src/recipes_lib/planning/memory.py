@@ -283,6 +283,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: 
     """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
     is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
+    projected = head.weight.numel() if head is not None and head.weight.requires_grad else 0
     if layout.is_deepspeed:
         temporary["bucket in which gradients are reduced"] = _BUCKET_SIZE * width
         if layout.shards.states:
@@ -295,7 +296,11 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: 
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
         in_layers = sum(layers) if layout.pipeline_stages > 1 else max(layers)
-        temporary["gradients before they are reduced"] = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
+        size = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
+        if not layout.is_deepspeed and layout.pipeline_stages == 1:
+            # FSDP2 copies those of a layer to one 32-bit tensor, and holds those of the output projection to the end.
+            size = max(size, (width + 4) * in_layers + width * projected)
+        temporary["gradients before they are reduced"] = size
     elif is_half and not layout.is_deepspeed:
         # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
         # weights count as activations, because layers that are recomputed do not hold them.
@@ -303,8 +308,8 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: 
         number = sum(one.numel() for one in copied if one.dtype == torch.float32)
         temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
-    if (layout.shards.weights == 1 or layout.is_deepspeed) and head is not None and head.weight.requires_grad:
-        temporary["gradient of the output projection in a pass"] = 4 * head.weight.numel()
+    if (layout.shards.weights == 1 or layout.is_deepspeed) and projected:
+        temporary["gradient of the output projection in a pass"] = 4 * projected
     return temporary
 
 

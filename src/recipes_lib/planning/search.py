@@ -115,7 +115,7 @@ def search(
 def _rank(one: Candidate) -> tuple[bool, float, bool, bool, int, int]:
     """Sort key: fitting candidates first, by speed, then with a margin, less offload and groups, and larger batches.
 
-    Candidates that do not fit are sorted by peak memory. Times do not include the update of offloaded weights.
+    Candidates that do not fit are sorted by peak memory.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
     cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
@@ -135,4 +135,5 @@ def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout)
         "layer traffic": sent.layers,
         "stage traffic": sent.stages,
         "host traffic": sent.host,
+        "host update": sent.update,
     }

@@ -22,6 +22,10 @@ Source: NVIDIA/nccl#1221: 320 GB/s for each GPU of a ring through the eight adap
 GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
 """Bytes per second between a GPU and its host, by PCIe 4."""
+_HOST_MEMORY_BYTES: Final = 300e9
+"""Bytes per second of the host memory of a machine: half of the peak of 16 channels of DDR5-4800."""
+_UPDATE_BYTES: Final = 28
+"""Bytes per parameter that AdamW reads (weight, gradient, two states) and writes (all but the gradient) in 32 bits."""
 MAX_SEQUENCES: Final = 256
 """Answers that continuous batching samples at once on a GPU: vLLM's ``max_num_seqs``."""
 _NARROW: Final = 2
@@ -43,6 +47,7 @@ class Traffic(NamedTuple):
         layers: Activations, or keys and values, within tensor- and context-parallel groups.
         stages: Hidden states and their gradients between pipeline stages.
         host: Weights and gradients between GPU and host.
+        update: Weights, gradients and optimizer states in host memory, of an update on the CPU.
     """
 
     model: float = 0.0
@@ -50,6 +55,7 @@ class Traffic(NamedTuple):
     layers: float = 0.0
     stages: float = 0.0
     host: float = 0.0
+    update: float = 0.0
 
 
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
@@ -70,6 +76,7 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
         layers=time(traffic.layers, layout.tensor * layout.context),
         stages=time(traffic.stages, layout.num_gpus, GPUS_OF_A_MACHINE),
         host=traffic.host / _HOST_BYTES,
+        update=traffic.update * min(layout.num_gpus, GPUS_OF_A_MACHINE) / _HOST_MEMORY_BYTES,
     )
 
 
@@ -106,9 +113,11 @@ def count_traffic(
     stages = layout.pipeline_stages
     held = num_parameters / (layout.tensor * stages)
     times = 1 if stages > 1 else config.read("gradient_accumulation_steps")
-    gradients = 0.0 if config.adapter.use_peft else (2 if layout.is_deepspeed else 4) * held
+    trained = 0.0 if config.adapter.use_peft else held
+    gradients = (2 if layout.is_deepspeed else 4) * trained
     layers, between = _count_hidden_states(config, model_config, layout)
-    found = Traffic(layers=layers, stages=between)
+    update = 0.0 if layout.shards.states else _UPDATE_BYTES * trained / layout.num_processes
+    found = Traffic(layers=layers, stages=between, update=update)
     if layout.shards.weights == 1:
         passes = 2 * (1 if layout.shards.gradients == 1 else times) + layout.is_deepspeed
         return found._replace(model=passes * gradients * _others(layout.num_processes))
@@ -313,7 +322,8 @@ def estimate_iteration(
         sampling=gathering + decoding.seconds,
         scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
         # Traffic with the host does not overlap: it waits for the optimizer step there.
-        updates=num_trained * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * sent.host),
+        updates=num_trained
+        * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * (sent.host + sent.update)),
         decoding=decoding,
         lengths=lengths,
         is_overlapped=bool(engine.max_staleness),

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from recipes_lib.commands.planning.plan import _read_gpus
 from recipes_lib.commands.planning.plan_search import (
     PlannedRun,
+    _describe,
     describe_misfit,
     list_starts,
     search_rollouts,
@@ -33,7 +34,8 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.search import search
+from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.planning.search import Candidate, search
 from recipes_lib.training.layouts.compatibility import verify_combination
 
 KEYS = {"max_length": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -121,6 +123,16 @@ def test_indivisible_batch_is_reported_beside_unsupported_layouts(plan_recipe) -
     output = plan_recipe("lora", "--gpus", "16xH100", "--num_processes", 1, code=2, **KEYS)
     assert "8 rows of an optimizer step cannot be divided among 16 processes" in output
     assert "only pretraining supports pipeline parallelism" in output
+
+
+def test_plan_without_margin_says_so() -> None:
+    keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "torch_compile": True}
+    memory: Any = argparse.Namespace(checkpointing="none", peak=79e9)
+    best = Candidate(Layout("ddp"), keys, memory, fits=True, costs={"compute": 1.0}, is_tight=True)
+    free = dataclasses.replace(best, costs={"compute": 2.0}, is_tight=False)
+    assert _describe("ddp", best, best)[-1] == "fastest that fits, less than 10% free"
+    assert _describe("ddp", free, best)[-1] == "+1 s compute"
+    assert _describe("ddp", dataclasses.replace(best, fits=False), best)[-1] == "does not fit"
 
 
 def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monkeypatch) -> None:

@@ -27,7 +27,7 @@ from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
-from recipes_lib.planning.memory_plan import Layout, MemoryPlan
+from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
 from recipes_lib.planning.schedule import compute_steps, plan_pretraining
 from recipes_lib.planning.search import Candidate, search
 from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Iteration, estimate_iteration
@@ -243,8 +243,7 @@ def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequ
 def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
     """Yield the host memory of a plan that offloads to it, and what would fit without offload."""
     size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
-    text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
-    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
+    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, for weights, gradients and optimizer states"
     yield "without it", other
 
 
@@ -361,6 +360,7 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
         verdict = f"{one.costs[most] - best.costs[most]:+.2g} s {most}"
     if one is best:
         verdict = "fastest that fits"
+    verdict += f", less than {MARGIN:.0%} free" if one.is_tight else ""
     if not one.fits:
         verdict = "does not fit"
     compiled = "yes" if one.keys["torch_compile"] else "no"
