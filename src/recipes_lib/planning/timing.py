@@ -209,7 +209,7 @@ def estimate_decoding(
     num_batches = math.ceil(num_answers / batch)
     whole, num_layers = compute.compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
-    row = _NARROW * 2 * num_layers * compute.count_features(model_config)[1] * (prompt + answer / 2)
+    row = _NARROW * compute.count_attended(model_config.get_text_config(), prompt + answer / 2, of_keys=True)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
     token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)

@@ -147,8 +147,8 @@ def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monk
     [
         ({"deadline": 10}, 0, None, "--deadline: needs the length of the run"),
         ({"budget": 10}, 1, None, "--budget: needs a price\n.*write --price_per_gpu_hour"),
-        ({"deadline": 10}, 11, None, "--deadline: .* takes 11.0, more than 10\n.*or name more GPUs"),
-        ({"budget": 40}, 11, 2, "--budget: .* takes 44.0, more than 40\n"),
+        ({"deadline": 10}, 11, None, "--deadline: .* takes 11 hours, more than 10\n.*or name more GPUs"),
+        ({"budget": 40}, 11, 2, "--budget: .* costs 44.00, more than 40\n"),
         ({"budget": 44, "deadline": 11}, 11, 2, None),
     ],
 )

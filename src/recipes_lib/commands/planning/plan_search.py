@@ -222,10 +222,8 @@ def plan_iteration(
     Raises:
         ConfigError: The answers of an iteration do not divide into batches.
     """
-    if config.recipe == "ppo":
-        schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
-    else:
-        schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    plan_answers = compute_schedule if config.recipe == "ppo" else compute_group_schedule
+    schedule = plan_answers(_MANY_PROMPTS, config, layout.num_processes)
     answers, passes = schedule.answers_per_iteration, schedule.update_epochs
     return estimate_iteration(config, model_config, answers, passes, layout, device, mfu), schedule
 
@@ -329,7 +327,11 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
         ConfigError: The run takes longer or costs more than allowed, or a limited figure is unknown.
     """
     cost = hardware.price and hours * hardware.num_gpus * hardware.price
-    for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
+    figures = (
+        ("deadline", options.deadline, hours, "takes {:,.3g} hours"),
+        ("budget", options.budget, cost, "costs {:,.2f}"),
+    )
+    for flag, limit, value, words in figures:
         if limit is None:
             continue
         if not hours or value is None:
@@ -337,7 +339,7 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
             remedy = "write `max_steps`, `max_tokens` or --num_rows" if not hours else "write --price_per_gpu_hour"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
         if value > limit:
-            found = f"the fastest plan that fits takes {value:,.1f}, more than {limit:,g}"
+            found = f"the fastest plan that fits {words.format(value)}, more than {limit:,.3g}"
             more = ", or name more GPUs" if flag == "deadline" else ""
             remedy = f"raise it, or shorten the run{more}"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
