@@ -341,8 +341,13 @@ def test_rl_iteration_has_time_if_peak_is_known(plan_other) -> None:
     assert whole == pytest.approx(sum(parts), rel=0.01)
     assert "hours for 9 iterations" in output
     assert "at 3 for a GPU hour" in output
-    # A GPU named by its memory size has no peak.
-    assert "an iteration" not in plan_other("ppo", "--gpu", "80GB")
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_gpu_named_by_its_memory_has_no_hours(plan_other, recipe) -> None:
+    output = plan_other(recipe, "--gpu", "80GB")
+    assert "fits 80GB" in output
+    assert not re.search("an iteration|hours", output)
 
 
 def test_cost_is_price_times_hours(plan_other) -> None:

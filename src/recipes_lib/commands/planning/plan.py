@@ -171,7 +171,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
-    """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning without a known peak.
+    """Return the planned hardware; ``None`` without ``--gpu``, and for a memory size, or for RL without a known peak.
 
     Raises:
         ConfigError: The GPU or its peak is unknown; or as ``read_proof`` and ``calibrate``.
@@ -186,10 +186,10 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     try:
         verify_peak(device, config)
     except ConfigError:
-        # For reinforcement learning, memory can be planned without a peak; hours cannot.
-        if config.recipe in RL_RECIPES and not options.gpus:
-            return None
-        raise
+        # Memory can be planned without a peak; hours cannot.
+        if options.gpus or (device.flops and config.recipe not in RL_RECIPES):
+            raise
+        return None
     if options.proof or options.calibrate:
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
