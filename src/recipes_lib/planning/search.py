@@ -15,7 +15,7 @@ from recipes_lib.planning.compute import compute_hours, compute_model_size, coun
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
-from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Traffic, count_traffic, estimate_on_policy, time_traffic
+from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, estimate_on_policy, list_costs
 
 HOST_MEMORY: Final = 2e12
 """Bytes of host memory of a machine: those of AWS p5 and DGX H100; layouts that offload more are no candidates."""
@@ -99,8 +99,7 @@ def search(
                     changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, device.flops, share)
-                    sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
-                    costs = _list_costs(seconds, sent, rows // number, layout)
+                    costs = list_costs(changed, model_config, size, layout, device, seconds)
                     if share_sampled := config.distillation.lmbda:
                         sampled = estimate_on_policy(changed, model_config, device, share)
                         costs["sampling"] = share_sampled * sampled.seconds
@@ -120,20 +119,3 @@ def _rank(one: Candidate) -> tuple[bool, float, bool, bool, int, int]:
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
     cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
     return not one.fits, cost, one.is_tight, not one.layout.shards.weights, groups, -rows
-
-
-def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
-    """Return the seconds of an optimizer step by cause, from those of its matrix products and its traffic.
-
-    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
-    """
-    bubble = seconds * (layout.pipeline_stages - 1) / num_batches
-    return {
-        "compute": seconds,
-        "bubble": bubble,
-        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
-        "layer traffic": sent.layers,
-        "stage traffic": sent.stages,
-        "host traffic": sent.host,
-        "host update": sent.update,
-    }

@@ -129,6 +129,31 @@ def count_traffic(
     )
 
 
+def list_costs(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_parameters: float,
+    layout: Layout,
+    device: Device,
+    seconds: float,
+) -> dict[str, float]:
+    """Return the seconds of an optimizer step by cause, from the ``seconds`` of its matrix products.
+
+    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
+    """
+    sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
+    bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
+    return {
+        "compute": seconds,
+        "bubble": bubble,
+        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
+        "layer traffic": sent.layers,
+        "stage traffic": sent.stages,
+        "host traffic": sent.host,
+        "host update": sent.update,
+    }
+
+
 def _others(number: int) -> float:
     """Return the share of a tensor that each rank sends in a ring all-gather or reduce-scatter of ``number`` ranks."""
     return (number - 1) / number

@@ -143,6 +143,19 @@ def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monk
 
 
 @pytest.mark.parametrize(
+    ("recipe", "pattern"),
+    [("sft", r"^time +([\d.e-]+) s a step.* traffic"), ("pretrain", r" x ([\d.e-]+): ([\d.e-]+) s a step \+")],
+)
+def test_plan_of_best_layout_has_time_of_search(plan_recipe, run_command, tmp_path, recipe, pattern) -> None:
+    """Of which traffic takes most, because rows are short."""
+    keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1000}
+    output = plan_recipe(recipe, "--gpus", "2x4090", "--num_processes", 2, "--write", tmp_path / "plan", **keys)
+    found = re.search(pattern, run_command("plan", "--gpu", "4090", *read_launch(tmp_path / "plan")), re.M)
+    seconds = float(re.search(r"(\S+) +fastest that fits", output)[1])
+    assert math.prod(map(float, found.groups())) == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize(
     ("limit", "hours", "price", "words"),
     [
         ({"deadline": 10}, 0, None, "--deadline: needs the length of the run"),
