@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -231,22 +230,6 @@ _EXPERTS: Final = (
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
 
-def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the number of query features, and of key features, per token, as the mean over the layers.
-
-    Both are 0 for models without attention, such as Mamba. Where values have another dimension than keys, the mean of
-    both counts, which is right for keys and values, or queries and outputs, together.
-    """
-    layers = list_layer_configs(model_config.get_text_config())
-    if not getattr(layers[0], "num_attention_heads", None):
-        return 0.0, 0.0
-    dims = [sum(_find_head_dims(layer)) / 2 for layer in layers]
-    heads = [layer.num_attention_heads for layer in layers]
-    key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
-    queries, keys = (sum(map(operator.mul, number, dims)) / len(layers) for number in (heads, key_heads))
-    return queries, keys
-
-
 def _find_head_dims(layer_config: Any) -> tuple[int, int]:
     """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
     head_dim = find_head_dim(layer_config)
@@ -258,7 +241,8 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
     """Return the features of the keys and values that a query attends to, over all layers and heads.
 
     Twice their number are the forward FLOPs of attention scores and weighted sums. With ``of_keys``, each key-value
-    head counts once: what a KV cache of this length holds.
+    head counts once: what a KV cache of this length holds. At length 1, they are the features of queries and outputs
+    of a token, or of its keys and values. 0 for models without attention, such as Mamba.
     """
     layers = [*list_layer_configs(config)]
     # Mamba and RWKV have no attention heads.

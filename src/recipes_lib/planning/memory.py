@@ -268,14 +268,15 @@ def _count_choices(
         for name, checkpointing in kinds.items()
     }
     if layout.gathers_keys:
-        batch, features = Batch.of(config, layout), compute.count_features(model_config)[1]
+        batch, text = Batch.of(config, layout), model_config.get_text_config()
         others = batch.num_rows * batch.length * (layout.context - 1)
+        size = _count_width(config, model_config) * others * compute.count_attended(text, 1, of_keys=True)
         for name, checkpointing in kinds.items():
-            num_layers = model_config.get_text_config().num_hidden_layers
+            num_layers, num_recomputed = text.num_hidden_layers, 0
             if checkpointing.every and not checkpointing.keeps_products:
-                num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
-            size = 2 * _count_width(config, model_config) * features * others * num_layers
-            choices[name]["keys and values of the other ranks' tokens"] = size
+                num_recomputed = max(-(-num_layers // checkpointing.every) - 1, 0)
+            share = 1 - num_recomputed / num_layers
+            choices[name]["keys and values of the other ranks' tokens"] = round(size * share)
     return choices
 
 

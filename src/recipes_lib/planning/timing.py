@@ -174,12 +174,15 @@ def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, l
     every = read_checkpointing(config).every
     passes = 2 + (1 / every if every else 0)
     num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    queries, keys = (2 * num_tokens * number for number in compute.count_features(model_config))
+    queries, keys = (
+        2 * num_tokens * compute.count_attended(text, 1, of_keys=of_keys) / layout.pipeline_stages
+        for of_keys in (False, True)
+    )
     sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
     if layout.gathers_keys:
-        sent += (layout.context - 1) * 2 * keys * num_layers
+        sent += (layout.context - 1) * keys
     elif layout.context > 1:
-        sent += _others(layout.context) * 2 * (queries + keys) * num_layers
+        sent += _others(layout.context) * (queries + keys)
     return passes * sent, 2 * hidden if layout.pipeline_stages > 1 else 0.0
 
 
