@@ -202,6 +202,8 @@ def write_pipeline(folder: Path, **of_sft: object) -> Path:
     (folder / "rows.jsonl").touch()
     shared = {"dataset_name": str(folder / "rows.jsonl"), "max_length": 128, "per_device_train_batch_size": 4}
     pretraining = {**shared, "model_config": SHAPE, "tokenizer_name_or_path": str(folder), "max_tokens": 1_024_000}
+    # Enough rows to hide the traffic of gradients.
+    pretraining["per_device_train_batch_size"] = 16
     sft = {**shared, "model_name_or_path": "${base.output}", "max_steps": 1000, **of_sft}
     stages = {
         "base": {"recipe": "pretrain", "launch": "ddp", "set": {**pretraining, "learning_rate": 1e-3}},

@@ -147,6 +147,7 @@ def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
 @contextlib.contextmanager
 def inject(fault: str | None) -> Iterator[None]:
     """Inject a fault, a key of ``patches``, during the block."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
     from recipes_lib.data.tokens.dataset import RowOrder
@@ -202,6 +203,8 @@ def inject(fault: str | None) -> Iterator[None]:
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
         "spike": (SpikeMonitor, "find_spike", report_spike),
         "without skipped rows": (RowOrder, "locate", skip_rows),
+        # A rank that defers the reduction holds all gradients of the model.
+        "reduced at once": (FSDPModule, "set_requires_gradient_sync", mock.Mock(side_effect=AssertionError)),
         "logged hashes": (hashlib, "file_digest", _log_hashes(hashlib.file_digest)),
         # The mixed precision policy of accelerate.
         "narrow sums": (recipe_trainer, "set_precision", lambda *_: None),

@@ -62,6 +62,7 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     jobs = build_jobs(inputs, {name: CELLS[name] for name in (PACKED, LORA, "reward")}, 2)
     for name in (PACKED, LORA):
         jobs[f"{name}, resumed"] = {**resume(jobs[name], folder / name), "fault": "logged hashes"}
+    jobs[PACKED] = {**jobs[PACKED], "fault": "reduced at once"}
     jobs["from one"] = resume(jobs[LORA], alone / LORA)
     jobs["bf16"] = in_bf16(jobs[PACKED])
     jobs["nan"] = {**jobs[PACKED], "fault": "nan loss"}

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from recipes_lib.planning.compute import compute_flops_per_token, count_features, count_step
+from recipes_lib.planning.compute import compute_flops_per_token, count_attended, count_step
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -189,5 +189,7 @@ def test_step_counts_rows_and_passes_of_each_recipe(tiny_model_dir: Path) -> Non
     ],
 )
 def test_features_are_those_of_queries_and_keys(name: str, queries: float, keys: float) -> None:
-    assert count_features(CONFIGS[name]) == pytest.approx((queries, keys))
-    assert count_features(MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)) == (0, 0)
+    """As the mean over three layers, of queries and outputs, or keys and values."""
+    found = [count_attended(CONFIGS[name], 1, of_keys=of_keys) / 3 / 2 for of_keys in (False, True)]
+    assert found == pytest.approx([queries, keys])
+    assert count_attended(MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3), 1, of_keys=True) == 0

@@ -22,6 +22,7 @@ from transformers import (
     DynamicCache,
     FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPTJConfig,
     LlamaConfig,
     RwkvConfig,
@@ -318,13 +319,46 @@ def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -
     assert max(whole) > 1.05 * min(whole)
 
 
-def test_equal_activations_are_counted_once(build, tiny_model_dir, monkeypatch) -> None:
+@pytest.fixture
+def passes(monkeypatch) -> list[tuple[int, int, int]]:
+    """Rows, length and predicted tokens of each counted pass, of which none is known before."""
+    passes, count = [], activations.count_activations
+    monkeypatch.setattr(
+        activations, "count_activations", lambda model, *batch: passes.append(batch) or count(model, *batch)
+    )
+    monkeypatch.setattr(memory, "_FOUND", {})
+    return passes
+
+
+def test_equal_activations_are_counted_once(build, tiny_model_dir, passes) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir)
-    monkeypatch.setattr(memory, "_COUNTED", {})
     # The placement of replicated weights makes no difference.
     for layout, expected in ((SINGLE, 1), (REPLICATED, 1), (SINGLE, 1), (SHARDED, 2)):
         count_kept(build("sft"), model_config, layout)
-        assert len(memory._COUNTED) == expected
+        assert len(passes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe", "keys"),
+    [
+        pytest.param(LlamaConfig, "sft", {"bf16": False, "fp16": True}, marks=pytest.mark.slow),
+        (LlamaConfig, "dpo", {"use_liger_kernel": True}),
+        (Gemma3TextConfig, "lora", {}),
+        # Eager attention makes fewer copies of a single row.
+        (Gemma3TextConfig, "sft", {"attn_implementation": "eager"}),
+    ],
+)
+@pytest.mark.parametrize("layout", [REPLICATED, SHARDED])
+def test_activations_of_many_rows_follow_from_two_and_three(
+    build, passes, monkeypatch, shape, recipe, keys, layout
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    config = build(recipe, per_device_train_batch_size=7, **keys)
+    found = count_kept(config, model, layout)
+    assert {number for number, *_ in passes} == {2, 3}
+    monkeypatch.setattr(memory, "_LINEAR_FROM", 14)
+    assert found == count_kept(config, model, layout)
 
 
 def test_preference_pair_counts_as_two_rows(count) -> None:
@@ -379,7 +413,14 @@ def test_zero_has_16_bit_gradients_until_the_update(build, plan_pretraining, num
         layout = Layout("", 4, shards, is_deepspeed=True)
         assert plan_pretraining(layout)[UPDATE] == pytest.approx((2 + 4) * num_parameters / 4, abs=6)
     reduced = "gradients before they are reduced"
-    assert plan_pretraining(layout)[reduced] == plan_pretraining(SHARDED)[reduced] / 2
+    shape = LlamaConfig(**FEW_LAYERS, intermediate_size=128)
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    # FSDP2 copies 16-bit gradients of a layer to a 32-bit tensor, or those of embeddings, projection and final norm.
+    for number, expected in ((300, 6 * layer + 2 * 300 * 64), (15_000, 4 * (2 * 15_000 * 64 + 64))):
+        shape.vocab_size = number
+        assert plan_memory(build("sft"), shape, SHARDED).components[reduced] == expected
+        narrow = 2 * max(layer, 2 * number * 64 + 64)
+        assert plan_memory(build("sft"), shape, layout).components[reduced] == narrow
     plan = plan_memory(build("sft"), LlamaConfig(**FEW_LAYERS), layout)
     temporary = {name: plan.components[name] for names in plan.phases.values() for name in names}
     assert plan.peaks["backward pass"] == plan.peaks["optimizer step"] - temporary.pop(UPDATE) + sum(temporary.values())
@@ -510,18 +551,12 @@ def test_logit_bytes_match_allocations_of_losses(
     assert counted == pytest.approx(count_logit_bytes(config, shape), rel=0.05)
 
 
-def test_sequential_recurrence_is_counted_from_few_tokens(build, monkeypatch) -> None:
+def test_sequential_recurrence_is_counted_from_few_tokens(build, passes, monkeypatch) -> None:
     """Equal to the count of all tokens, which would take minutes for long rows."""
     config, model = build("sft", max_length=50), RwkvConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3)
-    passes = []
-    count_activations = activations.count_activations
-    monkeypatch.setattr(
-        activations, "count_activations", lambda *sizes: passes.append(sizes) or count_activations(*sizes)
-    )
-    monkeypatch.setattr(memory, "_COUNTED", {})
     found = count_kept(config, model, SINGLE)
-    assert [length for _, _, length, _ in passes] == [16, 32]
-    monkeypatch.setattr(memory, "_COUNTED", {})
+    assert [length for _, length, _ in passes] == [16, 32]
+    monkeypatch.setattr(memory, "_FOUND", {})
     monkeypatch.setattr(memory, "_count_tokens", lambda count, batch: count(batch))
     assert found == count_kept(config, model, SINGLE)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.planning.runs import build_config
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
+from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
 
 from recipes_lib.planning.compute import compute_model_size
 from recipes_lib.planning.devices import Device, choose_device
@@ -51,6 +51,19 @@ def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -
     prefill = found.scoring * 256 / 768
     assert (*found.lengths, found.decoding.batch, found.decoding.num_batches) == (256, 512, 64, 1)
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
+
+
+def test_decoding_reads_keys_within_sliding_windows() -> None:
+    """Half of the layers read 64 keys, the others all of on average 256 + 512 / 2."""
+    sizes = SIZES | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 64}
+    kinds = ["sliding_attention", "full_attention"] * 4
+    slow, windowed = (
+        dataclasses.replace(DEVICE, bandwidth=1e6),
+        Qwen2Config(**sizes, use_sliding_window=True, layer_types=kinds),
+    )
+    whole, part = (estimate(device=slow, shape=shape, **VLLM).sampling for shape in (Qwen2Config(**sizes), windowed))
+    saved = 64 * 4 * 2 * 4 * 64 * 2 * (256 + 512 / 2 - 64)
+    assert whole - part == pytest.approx(512 * saved / 1e6, rel=1e-3)
 
 
 def test_generate_is_bound_by_host_and_batches_are_sequential() -> None:

@@ -160,9 +160,9 @@ def test_phase_peaks_are_sums_of_components(configure):
     assert shared.peaks["sampling"] - always == pytest.approx(
         (weights + states) / 4 + batch + terms["policy, weights"], rel=1e-3
     )
-    # Gradients of a layer, or of embeddings and projection, before they are reduced.
+    # Gradients of a layer before they are reduced, with their copy in one tensor, and of the output projection.
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
-    assert shared.components["gradients before they are reduced"] == 4 * max(layer, 2 * 32 * 64 + 64)
+    assert shared.components["gradients before they are reduced"] == (4 + 4) * layer + 4 * 32 * 64
     # Gathered in the compute dtype: the policy for sampling, two layers and the projection for forward passes.
     narrow = plan(config, num_shards=4, is_half=True).components
     assert narrow["gathered for sampling"] * 2 == shared.components["gathered for sampling"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
     text_config: Any = config.get_text_config(decoder=True)
     head, num_weights = model.get_output_embeddings(), _count_active_weights(inner, text_config)
     passes = FORWARD_AND_BACKWARD - is_frozen
-    attention = FORWARD_AND_BACKWARD * _count_attention(text_config, sequence_length)
+    attention = FORWARD_AND_BACKWARD * 2.0 * count_attended(text_config, sequence_length)
     return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
 
 
@@ -231,22 +230,6 @@ _EXPERTS: Final = (
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
 
-def count_features(model_config: PretrainedConfig) -> tuple[float, float]:
-    """Return the number of query features, and of key features, per token, as the mean over the layers.
-
-    Both are 0 for models without attention, such as Mamba. Where values have another dimension than keys, the mean of
-    both counts, which is right for keys and values, or queries and outputs, together.
-    """
-    layers = list_layer_configs(model_config.get_text_config())
-    if not getattr(layers[0], "num_attention_heads", None):
-        return 0.0, 0.0
-    dims = [sum(_find_head_dims(layer)) / 2 for layer in layers]
-    heads = [layer.num_attention_heads for layer in layers]
-    key_heads = [getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers]
-    queries, keys = (sum(map(operator.mul, number, dims)) / len(layers) for number in (heads, key_heads))
-    return queries, keys
-
-
 def _find_head_dims(layer_config: Any) -> tuple[int, int]:
     """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
     head_dim = find_head_dim(layer_config)
@@ -254,8 +237,13 @@ def _find_head_dims(layer_config: Any) -> tuple[int, int]:
     return score_dim, value_dim
 
 
-def _count_attention(config: Any, sequence_length: int) -> float:
-    """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
+def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False) -> float:
+    """Return the features of the keys and values that a query attends to, over all layers and heads.
+
+    Twice their number are the forward FLOPs of attention scores and weighted sums. With ``of_keys``, each key-value
+    head counts once: what a KV cache of this length holds. At length 1, they are the features of queries and outputs
+    of a token, or of its keys and values. 0 for models without attention, such as Mamba.
+    """
     layers = [*list_layer_configs(config)]
     # Mamba and RWKV have no attention heads.
     if not getattr(layers[0], "num_attention_heads", None):
@@ -263,12 +251,13 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     # Without `layer_types`, as in Mistral, a sliding window applies to all layers.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    flops = 0.0
+    number = 0.0
     for layer, layer_type in zip(layers if len(layers) > 1 else layers * len(layer_types), layer_types, strict=True):
         if layer_type in _ATTENTION:
             window = getattr(layer, _ATTENTION[layer_type], None) or sequence_length
-            flops += 2.0 * min(sequence_length, window) * layer.num_attention_heads * sum(_find_head_dims(layer))
-    return flops
+            heads = (of_keys and getattr(layer, "num_key_value_heads", None)) or layer.num_attention_heads
+            number += min(sequence_length, window) * heads * sum(_find_head_dims(layer))
+    return number
 
 
 _ATTENTION: Final = {

@@ -15,6 +15,7 @@ import torch
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.planning.activations import read_checkpointing
 
 TORCHTITAN: Final = "torchtitan, Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md, table 1)"
 _TOKENS_PER_SECOND: Final = {False: 5762, True: 6667}
@@ -245,10 +246,10 @@ def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
     training (forward, gradients of inputs, gradients of weights), or of the two with an adapter.
     """
     factor, reasons = 1.0, list[str]()
-    options = config.training.get("activation_checkpointing_kwargs") or {}
-    if config.read("activation_checkpointing") and not options.get("save_matmuls"):
+    checkpointing = read_checkpointing(config)
+    if checkpointing.every and not checkpointing.keeps_products:
         passes = 2 if config.adapter.use_peft else 3
-        factor *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
+        factor *= passes / (passes + 1 / checkpointing.every)
         reasons.append("less what is recomputed")
     if config.quantization.is_quantized:
         factor *= _DEQUANTIZING

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -70,12 +70,14 @@ def plan_memory(
     text = narrowed.get_text_config()
     # The same in most layouts and candidates of a search.
     neutral = dataclasses.replace(config, tokens=TokensConfig()).with_training(dict.fromkeys(_SEARCHED))
-    key = (narrowed.to_json_string(), layout.is_deepspeed, repr(neutral))
-    if key not in _BUILT:
+
+    def build() -> _Built:
         with torch.device("meta"):
-            _BUILT[key] = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
-    built = _BUILT[key]
-    temporary = _count_exchange(config, built, layout)
+            return (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+
+    built: _Built = _once(("built", narrowed.to_json_string(), layout.is_deepspeed, repr(neutral)), build)
+    width = _count_width(config, narrowed)
+    temporary = _count_exchange(config, built, layout, width)
     if layout.shards.weights != 1 and config.quantization.load_in_4bit:
         # Of the scales, weights already have the share that they would have of parameters.
         number = sum(layer.weight.numel() for layer in list_quantized(built.trained) if not layer.weight.requires_grad)
@@ -89,8 +91,8 @@ def plan_memory(
         # FSDP2 prefetches the next layer; layers of a pipeline stage stay gathered until the last micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
-        temporary["gathered: layers, embeddings and output projection"] = numbers * _count_width(config, narrowed)
-    choices = count_choices(config, narrowed, layout, kept)
+        temporary["gathered: layers, embeddings and output projection"] = numbers * width
+    choices = _count_choices(config, narrowed, layout, kept)
     phases = _name_phases(config) if samples else {}
     # With `auto`, `place` below replaces these by those of the chosen kind.
     temporary |= next(reversed(choices.values()))
@@ -208,8 +210,16 @@ class _Built(NamedTuple):
     teacher: Any = None
 
 
-_BUILT: Final[dict[tuple[object, ...], _Built]] = {}
-"""Built models by all that they depend on."""
+_FOUND: Final[dict[tuple[object, ...], Any]] = {}
+"""Built models and counted bytes by all that they depend on, which most layouts and candidates of a search share."""
+
+
+def _once(key: tuple[object, ...], find: Callable[[], Any]) -> Any:
+    if key not in _FOUND:
+        _FOUND[key] = find()
+    return _FOUND[key]
+
+
 _SEARCHED: Final = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "torch_compile", "use_liger_kernel"),
     *("activation_checkpointing", "activation_checkpointing_kwargs", "per_device_eval_batch_size"),
@@ -243,49 +253,38 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     return _Built({"model": trained, **frozen}, model, teacher=teacher)
 
 
-def count_choices(
+def _count_choices(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, kept: Activations
 ) -> dict[str, dict[str, int]]:
     """Return the bytes that a micro-batch saves for its backward pass, by kind of checkpointing and component.
 
-    Args:
-        config: Configuration of the run; of its kinds of activation checkpointing, ``auto`` has all.
-        model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
-        layout: Layout of the model over the processes.
-        kept: Saved activations, from ``count_kept``.
+    Of the kinds of activation checkpointing, ``auto`` has all.
     """
     kinds = {"": read_checkpointing(config)}
     if config.read("activation_checkpointing") == activations.AUTO:
         kinds = {mode: Checkpointing.of(options) for mode, options in activations.MODES.items()}
-    return {
-        name: {
-            "activations of a micro-batch": kept.count(checkpointing, layout.in_flight),
-            **_count_other_keys(config, model_config, layout, checkpointing),
-        }
+    choices = {
+        name: {"activations of a micro-batch": kept.count(checkpointing, layout.in_flight)}
         for name, checkpointing in kinds.items()
     }
+    if layout.gathers_keys:
+        batch, text = Batch.of(config, layout), model_config.get_text_config()
+        others = batch.num_rows * batch.length * (layout.context - 1)
+        size = _count_width(config, model_config) * others * compute.count_attended(text, 1, of_keys=True)
+        for name, checkpointing in kinds.items():
+            num_layers, num_recomputed = text.num_hidden_layers, 0
+            if checkpointing.every and not checkpointing.keeps_products:
+                num_recomputed = max(-(-num_layers // checkpointing.every) - 1, 0)
+            share = 1 - num_recomputed / num_layers
+            choices[name]["keys and values of the other ranks' tokens"] = round(size * share)
+    return choices
 
 
-def _count_other_keys(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing
-) -> dict[str, int]:
-    """Count the keys and values gathered from other context-parallel ranks, of layers that are not recomputed."""
-    if not layout.gathers_keys:
-        return {}
-    num_layers = model_config.get_text_config().num_hidden_layers
-    if checkpointing.every and not checkpointing.keeps_products:
-        num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
-    batch = Batch.of(config, layout)
-    others = batch.num_rows * batch.length * (layout.context - 1)
-    bytes_per_key = _count_width(config, model_config) * compute.count_features(model_config)[1]
-    return {"keys and values of the other ranks' tokens": 2 * bytes_per_key * others * num_layers}
-
-
-def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
+def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: int) -> dict[str, int]:
     """Count buffers of gradient reduction, autocast's 16-bit copies, and the gradient of the output projection."""
     model, gradients = built.trained, next(iter(built.models.values())).gradients
     is_half, temporary, head = has_half_products(config), {}, model.get_output_embeddings()
-    width = 2 if is_half else next(model.parameters()).element_size()
+    projected = head.weight.numel() if head is not None and head.weight.requires_grad else 0
     if layout.is_deepspeed:
         temporary["bucket in which gradients are reduced"] = _BUCKET_SIZE * width
         if layout.shards.states:
@@ -298,7 +297,11 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
         in_layers = sum(layers) if layout.pipeline_stages > 1 else max(layers)
-        temporary["gradients before they are reduced"] = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
+        size = (width if layout.is_deepspeed else 4) * max(in_layers, ends)
+        if not layout.is_deepspeed and layout.pipeline_stages == 1:
+            # FSDP2 copies those of a layer to one 32-bit tensor, and holds those of the output projection to the end.
+            size = max(size, (width + 4) * in_layers + width * projected)
+        temporary["gradients before they are reduced"] = size
     elif is_half and not layout.is_deepspeed:
         # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
         # weights count as activations, because layers that are recomputed do not hold them.
@@ -306,8 +309,8 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
         number = sum(one.numel() for one in copied if one.dtype == torch.float32)
         temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.
-    if (layout.shards.weights == 1 or layout.is_deepspeed) and head is not None and head.weight.requires_grad:
-        temporary["gradient of the output projection in a pass"] = 4 * head.weight.numel()
+    if (layout.shards.weights == 1 or layout.is_deepspeed) and projected:
+        temporary["gradient of the output projection in a pass"] = 4 * projected
     return temporary
 
 
@@ -326,16 +329,14 @@ def count_kept(
     Raises:
         ConfigError: The adapter does not fit the model, or its activations cannot be counted.
     """
-    batch, kernel, is_half = Batch.of(config, layout), _find_kernel(config, model_config), has_half_products(config)
+    kernel, is_half = _find_kernel(config, model_config), has_half_products(config)
     # FSDP2 and ZeRO cast the weights before a pass, so that hidden states do not have their dtype, as under autocast.
     dtype = "bfloat16" if is_half and (layout.shards.weights != 1 or layout.is_deepspeed) else config.model.dtype
     is_fused = bool(config.training.get("use_liger_kernel")) or Kind.of(config).compiles
-    adapter = repr(config.adapter)
     is_quantized = is_half and config.quantization.is_quantized
-    described = (type(model_config), model_config.to_json_string(), num_built)
-    key = (*described, dtype, kernel, adapter, is_half, is_quantized, is_fused, batch)
+    described = (type(model_config), model_config.to_json_string(), repr(config.adapter))
 
-    def count(shortened: PreTrainedConfig, batch: Batch) -> Activations:
+    def count_shortened(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
             model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
             # Dequantised to 16 bits for each product, so that no copy is saved for the backward pass.
@@ -349,34 +350,36 @@ def count_kept(
                 activations.fuse_layers(model)
             return activations.count_activations(model, *batch)
 
-    # Equal in most layouts and candidates of a plan, and most of its time.
-    if key not in _COUNTED:
+    def count(batch: Batch) -> Activations:
         with compute.explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
-            kinds = _list_kinds(model_config)
+            kinds = _once(("kinds", *described), partial(_list_kinds, model_config))
             # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
             number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
-            shorter = partial(count, shorten(model_config, min(len(kinds), number)))
+            shorter = partial(count_shortened, shorten(model_config, min(len(kinds), number)))
             is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None), "_is_stateful", False)
             counted = _count_tokens(shorter, batch) if is_recurrent else shorter(batch)
-            _COUNTED[key] = counted.extend(kinds)
-    return _COUNTED[key]
+            return counted.extend(kinds)
+
+    batch, key = Batch.of(config, layout), (*described, num_built, dtype, kernel, is_half, is_quantized, is_fused)
+    numbers = [batch.num_rows] if batch.num_rows <= _LINEAR_FROM else [_LINEAR_FROM, _LINEAR_FROM + 1]
+    sizes = [batch._replace(num_rows=number) for number in numbers]
+    counted: list[Activations] = [_once(("kept", *key, size), partial(count, size)) for size in sizes]
+    return counted[0].extrapolate(counted[-1], batch.num_rows - _LINEAR_FROM)
+
+
+_LINEAR_FROM: Final = 2
+"""Rows from which saved activations are linear in the number of rows; a single row may save fewer copies."""
 
 
 def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
     """Return what distinguishes each layer: the names and shapes of its weights."""
-    if (key := model_config.to_json_string()) not in _KINDS:
-        with torch.device("meta"):
-            layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
-        if not layers:
-            raise ValueError("it has no layers that support activation checkpointing")
-        _KINDS[key] = [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
-    return _KINDS[key]
+    with torch.device("meta"):
+        layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+    if not layers:
+        raise ValueError("it has no layers that support activation checkpointing")
+    return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
 
 
-_KINDS: Final[dict[str, list[object]]] = {}
-"""Kinds of layers by configuration."""
-_COUNTED: Final[dict[tuple[object, ...], Activations]] = {}
-"""Counted activations by all that they depend on."""
 _MEASURE: Final = "measure the memory of a few steps: `max_steps: 3`"
 _PROBED: Final = (16, 32)
 """Tokens of which a recurrent model is counted first."""
@@ -454,18 +457,16 @@ def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
     is_half = has_half_products(config)
     # Gathered weights are in 16 bits, which determines the dtype of keys also under autocast.
     dtype = "bfloat16" if is_half and layout.shards.weights != 1 else config.model.dtype
-    key = (type(model_config), model_config.to_json_string(), dtype, is_half, length)
-    if key not in _ROWS:
+
+    def count() -> int:
         with compute.explaining_model(model_config, "has a cache that cannot be counted", _MEASURE):
             with torch.device("meta"):
                 model = _build(AutoModelForCausalLM, model_config, dtype)
             with activations.on_fakes(model, is_half=is_half):
-                _ROWS[key] = activations.count_cache(model, length)
-    return _ROWS[key]
+                return activations.count_cache(model, length)
 
-
-_ROWS: Final[dict[tuple[object, ...], int]] = {}
-"""Counted caches by all that they depend on."""
+    number: int = _once(("row", type(model_config), model_config.to_json_string(), dtype, is_half, length), count)
+    return number
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
@@ -474,23 +475,30 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Lay
     base, shares, is_ppo = _count_stored(config, policy), config.adapter.use_peft, config.recipe == "ppo"
     frozen = base if shares else _count_outside_text(policy)
     add_loss_head(policy)
-    folder = None
+    rewards, folder = config.rewards, None
     if shares:
-        folder = _find_shared_reward(config, model_config) if is_ppo else None
+        if is_ppo and rewards.reward_model_name_or_path:
+            with suppress(ConfigError):  # For example not trained yet: counted as a separate model.
+                named = rewards.reward_model_name_or_path, rewards.reward_model_revision
+                folder, _ = find_shareable(*named, model_config, is_quantized=config.quantization.is_quantized)
         policy = add_adapter(policy, config.adapter, seed=0)
     trained = _count_trained(_find_trained(policy), config)
     models = {"policy": trained._replace(weights=trained.weights + frozen)}
     if is_ppo:
-        own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
+        if shares:
+            own = _list_role(policy, add_critic(policy, folder), CRITIC)
+        else:
+            own = [*_build_scorer(*find_critic_start(config), model_config, config.model.dtype).parameters()]
         models["critic"] = _count_trained(own, config)
     if not shares and compute.has_policy_reference(config):
         models["reference"] = Held(base)
-    about = "adapters of policy and critic on one trunk" if shares else "models of their own"
+    about, reward = "adapters of policy and critic on one trunk" if shares else "models of their own", 0
     if folder is not None:
         about = "adapters of policy, critic and reward model on one trunk"
         reward = activations.count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
-    elif (reward := _count_own_reward(config, model_config)) and shares:
-        about += "; a reward model of its own"
+    elif name := rewards.reward_model_name_or_path:
+        reward = activations.count_bytes(_build_scorer(name, rewards.reward_model_revision, model_config, "auto"))
+        about += "; a reward model of its own" if shares else ""
     return _Built({**models, "reward model": Held(reward)}, policy, about if is_ppo else "")
 
 
@@ -506,39 +514,12 @@ def find_critic_start(config: RecipeConfig) -> tuple[str, str | None]:
     return str(name), revisions.get(name)
 
 
-def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
-    """Return the parameters of a separate critic."""
-    critic_config = _find_config(*find_critic_start(config), model_config)
-    critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
-    return critic.parameters()
-
-
-def _count_own_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
-    name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
-    settings = _find_config(name, revision, model_config)
-    return activations.count_bytes(_build(AutoModelForSequenceClassification, settings, "auto")) if name else 0
-
-
-def _find_config(name: str | None, revision: str | None, default: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of a model, or of the base of an adapter; ``default`` if it is not available."""
-    if name is None:
-        return default
-    named = ModelConfig(model_name_or_path=name, model_revision=revision)
-    try:
-        if name not in compute.SHIPPED_SHAPES:
-            named, _ = find_base(named)
-        return compute.find_shape(named)
-    except ConfigError:
-        return default
-
-
-def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> Path | None:
-    name, revision = config.rewards.reward_model_name_or_path, config.rewards.reward_model_revision
-    is_quantized = config.quantization.is_quantized
-    try:
-        return None if name is None else find_shareable(name, revision, model_config, is_quantized=is_quantized)[0]
-    except ConfigError:  # For example not trained yet: counted as a separate model.
-        return None
+def _build_scorer(name: str, revision: str | None, default: PreTrainedConfig, dtype: str) -> Any:
+    """Build a separate critic or reward model, like ``default`` if the configuration of its base is not available."""
+    with suppress(ConfigError):
+        named = ModelConfig(model_name_or_path=name, model_revision=revision)
+        default = compute.find_shape(named if name in compute.SHIPPED_SHAPES else find_base(named)[0])
+    return _build(AutoModelForSequenceClassification, default, dtype)
 
 
 def _count_stored(config: RecipeConfig, model: Any) -> int:

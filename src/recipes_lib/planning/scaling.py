@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize, minimize_scalar
+from scipy.special import huber
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.planning.compute import FLOPS_PER_TOKEN, compute_training_flops
@@ -267,15 +268,12 @@ def _compute_objective(values: Array, logs: Array) -> tuple[float, Array]:
     log_size, log_token, log_rest, alpha, beta = values
     size, token, loss = logs.T
     terms = np.stack([log_size - alpha * size, log_token - beta * token, np.full_like(size, log_rest)])
-    top = terms.max(axis=0)
-    weights = np.exp(terms - top)
-    total = weights.sum(axis=0)
-    weights /= total
-    error = top + np.log(total) - loss
-    slope = np.clip(error, -_DELTA, _DELTA)
-    value = np.where(np.abs(error) <= _DELTA, error**2 / 2, _DELTA * (np.abs(error) - _DELTA / 2)).sum()
-    parts = slope * weights
-    return float(value), np.array([*parts.sum(axis=1), -(parts[0] * size).sum(), -(parts[1] * token).sum()])
+    total = np.logaddexp.reduce(terms, axis=0)
+    error = total - loss
+    parts = np.clip(error, -_DELTA, _DELTA) * np.exp(terms - total)
+    return float(huber(_DELTA, error).sum()), np.array(
+        [*parts.sum(axis=1), -(parts[0] * size).sum(), -(parts[1] * token).sum()]
+    )
 
 
 def _build_law(values: Array) -> Law:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import AUTO, Activations, list_keys
+from recipes_lib.planning.activations import AUTO, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
-from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory
+from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
-from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Traffic, count_traffic, estimate_on_policy, time_traffic
+from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, estimate_on_policy, list_costs
 
 HOST_MEMORY: Final = 2e12
 """Bytes of host memory of a machine: those of AWS p5 and DGX H100; layouts that offload more are no candidates."""
@@ -80,7 +80,6 @@ def search(
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
-        memory = None
         for number in (number for number in range(1, rows + 1) if rows % number == 0):
             batch = {"per_device_train_batch_size": number, "gradient_accumulation_steps": rows // number}
             # Memory of evaluation is planned only where its batches sample answers: no larger than those of training.
@@ -89,18 +88,18 @@ def search(
             if not compiled:
                 continue
             sized = config.with_training({**batch, "activation_checkpointing": AUTO})
-            # Weights, gradients and states do not depend on the micro-batch, so they are planned once per layout.
-            if memory is None:
-                memory = plan_memory(sized, model_config, layout, device_bytes=device.memory)
-            plans = list(_list_plans(sized, model_config, memory, device))
+            memory = plan_memory(sized, model_config, layout, device_bytes=device.memory)
+            if memory.host_bytes * min(GPUS_OF_A_MACHINE, layout.num_gpus) > HOST_MEMORY:
+                break
+            alone = (dataclasses.replace(memory, choices={mode: sizes}) for mode, sizes in memory.choices.items())
+            plans = [plan.place(device.memory) for plan in alone]
             for plan in plans:
                 for choice in compiled:
                     keys = {**batch, **list_keys(plan.checkpointing), "torch_compile": choice}
                     changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, device.flops, share)
-                    sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
-                    costs = _list_costs(seconds, sent, rows // number, layout)
+                    costs = list_costs(changed, model_config, size, layout, device, seconds)
                     if share_sampled := config.distillation.lmbda:
                         sampled = estimate_on_policy(changed, model_config, device, share)
                         costs["sampling"] = share_sampled * sampled.seconds
@@ -115,52 +114,8 @@ def search(
 def _rank(one: Candidate) -> tuple[bool, float, bool, bool, int, int]:
     """Sort key: fitting candidates first, by speed, then with a margin, less offload and groups, and larger batches.
 
-    Candidates that do not fit are sorted by peak memory. Times do not include the update of offloaded weights.
+    Candidates that do not fit are sorted by peak memory.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
     cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
     return not one.fits, cost, one.is_tight, not one.layout.shards.weights, groups, -rows
-
-
-def extrapolate_kept(config: RecipeConfig, narrowed: PreTrainedConfig, layout: Layout) -> Activations:
-    """Return the result of ``count_kept``, extrapolated from those of two and three rows, beyond which it is linear."""
-    number = config.read("per_device_train_batch_size")
-    sizes = (number,) if number <= 3 else (2, 3)
-    counted = [
-        count_kept(config.with_training({"per_device_train_batch_size": size}), narrowed, layout) for size in sizes
-    ]
-    return counted[0].extrapolate(counted[-1], number - 2)
-
-
-def _list_plans(
-    config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
-) -> Iterator[MemoryPlan]:
-    """Yield the memory of a process with each kind of activation checkpointing, from that of another micro-batch.
-
-    None if the host has not enough.
-    """
-    layout, narrowed = memory.layout, memory.layout.narrow(model_config)
-    if memory.host_bytes * min(GPUS_OF_A_MACHINE, layout.num_gpus) > HOST_MEMORY:
-        return
-    choices = count_choices(config, narrowed, layout, extrapolate_kept(config, narrowed, layout))
-    # 0 for a reward model, which has no logits.
-    num_predicted = memory.num_predicted and Batch.of(config, layout).num_targets
-    for mode, sizes in choices.items():
-        alone = dataclasses.replace(memory, choices={mode: sizes}, num_predicted=num_predicted)
-        yield alone.place(device.memory)
-
-
-def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
-    """Return the seconds of an optimizer step by cause, from those of its matrix products and its traffic.
-
-    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
-    """
-    bubble = seconds * (layout.pipeline_stages - 1) / num_batches
-    return {
-        "compute": seconds,
-        "bubble": bubble,
-        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
-        "layer traffic": sent.layers,
-        "stage traffic": sent.stages,
-        "host traffic": sent.host,
-    }

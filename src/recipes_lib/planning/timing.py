@@ -22,6 +22,10 @@ Source: NVIDIA/nccl#1221: 320 GB/s for each GPU of a ring through the eight adap
 GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
 """Bytes per second between a GPU and its host, by PCIe 4."""
+_HOST_MEMORY_BYTES: Final = 300e9
+"""Bytes per second of the host memory of a machine: half of the peak of 16 channels of DDR5-4800."""
+_UPDATE_BYTES: Final = 28
+"""Bytes per parameter that AdamW reads (weight, gradient, two states) and writes (all but the gradient) in 32 bits."""
 MAX_SEQUENCES: Final = 256
 """Answers that continuous batching samples at once on a GPU: vLLM's ``max_num_seqs``."""
 _NARROW: Final = 2
@@ -43,6 +47,7 @@ class Traffic(NamedTuple):
         layers: Activations, or keys and values, within tensor- and context-parallel groups.
         stages: Hidden states and their gradients between pipeline stages.
         host: Weights and gradients between GPU and host.
+        update: Weights, gradients and optimizer states in host memory, of an update on the CPU.
     """
 
     model: float = 0.0
@@ -50,6 +55,7 @@ class Traffic(NamedTuple):
     layers: float = 0.0
     stages: float = 0.0
     host: float = 0.0
+    update: float = 0.0
 
 
 def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
@@ -70,6 +76,7 @@ def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
         layers=time(traffic.layers, layout.tensor * layout.context),
         stages=time(traffic.stages, layout.num_gpus, GPUS_OF_A_MACHINE),
         host=traffic.host / _HOST_BYTES,
+        update=traffic.update * min(layout.num_gpus, GPUS_OF_A_MACHINE) / _HOST_MEMORY_BYTES,
     )
 
 
@@ -91,8 +98,8 @@ def count_traffic(
 
     Weights are gathered in 16 bits, or 4, for the forward and the backward pass of each micro-batch, in pipeline stages
     once per step. Gradients are reduced in 32 bits, by DeepSpeed in 16: in DDP, ZeRO-1 and pipeline stages once per
-    step, in FSDP2, ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by all-reduce, and gather the
-    updated weights once per step. A frozen model under an adapter has no gradients.
+    step, in FSDP2 (also between its replicas), ZeRO-2 and ZeRO-3 once per micro-batch. ZeRO-1 and ZeRO-2 reduce by
+    all-reduce, and gather the updated weights once per step. A frozen model under an adapter has no gradients.
 
     Args:
         config: Configuration of the run.
@@ -106,18 +113,45 @@ def count_traffic(
     stages = layout.pipeline_stages
     held = num_parameters / (layout.tensor * stages)
     times = 1 if stages > 1 else config.read("gradient_accumulation_steps")
-    gradients = 0.0 if config.adapter.use_peft else (2 if layout.is_deepspeed else 4) * held
+    trained = 0.0 if config.adapter.use_peft else held
+    gradients = (2 if layout.is_deepspeed else 4) * trained
     layers, between = _count_hidden_states(config, model_config, layout)
-    found = Traffic(layers=layers, stages=between)
+    update = 0.0 if layout.shards.states else _UPDATE_BYTES * trained / layout.num_processes
+    found = Traffic(layers=layers, stages=between, update=update)
     if layout.shards.weights == 1:
         passes = 2 * (1 if layout.shards.gradients == 1 else times) + layout.is_deepspeed
         return found._replace(model=passes * gradients * _others(layout.num_processes))
     group = layout.shards.weights or layout.num_processes
     return found._replace(
         model=times * (2 * count_gathered(config, num_parameters, layout) + _others(group) * gradients),
-        replicas=2 * _others(layout.replicas) * gradients / group,
+        replicas=times * 2 * _others(layout.replicas) * gradients / group,
         host=0.0 if layout.shards.weights else times * 2 * _find_width(config, 4) * held / layout.num_processes,
     )
+
+
+def list_costs(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_parameters: float,
+    layout: Layout,
+    device: Device,
+    seconds: float,
+) -> dict[str, float]:
+    """Return the seconds of an optimizer step by cause, from the ``seconds`` of its matrix products.
+
+    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
+    """
+    sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
+    bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
+    return {
+        "compute": seconds,
+        "bubble": bubble,
+        "weight traffic": max(sent.model + sent.replicas - seconds - bubble, 0.0),
+        "layer traffic": sent.layers,
+        "stage traffic": sent.stages,
+        "host traffic": sent.host,
+        "host update": sent.update,
+    }
 
 
 def _others(number: int) -> float:
@@ -140,12 +174,15 @@ def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, l
     every = read_checkpointing(config).every
     passes = 2 + (1 / every if every else 0)
     num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    queries, keys = (2 * num_tokens * number for number in compute.count_features(model_config))
+    queries, keys = (
+        2 * num_tokens * compute.count_attended(text, 1, of_keys=of_keys) / layout.pipeline_stages
+        for of_keys in (False, True)
+    )
     sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
     if layout.gathers_keys:
-        sent += (layout.context - 1) * 2 * keys * num_layers
+        sent += (layout.context - 1) * keys
     elif layout.context > 1:
-        sent += _others(layout.context) * 2 * (queries + keys) * num_layers
+        sent += _others(layout.context) * (queries + keys)
     return passes * sent, 2 * hidden if layout.pipeline_stages > 1 else 0.0
 
 
@@ -200,7 +237,7 @@ def estimate_decoding(
     num_batches = math.ceil(num_answers / batch)
     whole, num_layers = compute.compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
-    row = _NARROW * 2 * num_layers * compute.count_features(model_config)[1] * (prompt + answer / 2)
+    row = _NARROW * compute.count_attended(model_config.get_text_config(), prompt + answer / 2, of_keys=True)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
     token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)
@@ -313,7 +350,8 @@ def estimate_iteration(
         sampling=gathering + decoding.seconds,
         scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
         # Traffic with the host does not overlap: it waits for the optimizer step there.
-        updates=num_trained * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * sent.host),
+        updates=num_trained
+        * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * (sent.host + sent.update)),
         decoding=decoding,
         lengths=lengths,
         is_overlapped=bool(engine.max_staleness),

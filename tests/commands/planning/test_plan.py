@@ -119,7 +119,7 @@ def test_documented_output_matches_command(run_command) -> None:
         ("gsm8k", "qwen2.5-0.5b/grpo_rlvr", "--gpu RTX4090 --per_device_eval_batch_size 128", 20.3),
         ("qlora", "llama3-8b/lora_4bit", "--gpu RTX4090 --hardware single_gpu", 12.2),
         ("distil_1b", "llama3-1b/distill", "--gpu H100 --hardware fsdp2 --num_processes 8", 43.9),
-        ("zephyr", "mistral-7b/sft", "--gpu H100 --hardware fsdp2 --num_processes 8", 30.5),
+        ("zephyr", "mistral-7b/sft", "--gpu H100 --hardware fsdp2 --num_processes 8", 31.0),
     ],
 )
 def test_tutorial_states_planned_memory(run_command, page: str, config: str, flags: str, peak: float) -> None:
@@ -341,8 +341,13 @@ def test_rl_iteration_has_time_if_peak_is_known(plan_other) -> None:
     assert whole == pytest.approx(sum(parts), rel=0.01)
     assert "hours for 9 iterations" in output
     assert "at 3 for a GPU hour" in output
-    # A GPU named by its memory size has no peak.
-    assert "an iteration" not in plan_other("ppo", "--gpu", "80GB")
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_gpu_named_by_its_memory_has_no_hours(plan_other, recipe) -> None:
+    output = plan_other(recipe, "--gpu", "80GB")
+    assert "fits 80GB" in output
+    assert not re.search("an iteration|hours", output)
 
 
 def test_cost_is_price_times_hours(plan_other) -> None:

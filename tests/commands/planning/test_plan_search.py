@@ -22,6 +22,7 @@ from transformers import AutoConfig
 from recipes_lib.commands.planning.plan import _read_gpus
 from recipes_lib.commands.planning.plan_search import (
     PlannedRun,
+    _describe,
     describe_misfit,
     list_starts,
     search_rollouts,
@@ -33,7 +34,8 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import SHIPPED_SHAPES
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.search import search
+from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.planning.search import Candidate, search
 from recipes_lib.training.layouts.compatibility import verify_combination
 
 KEYS = {"max_length": 256, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -123,6 +125,16 @@ def test_indivisible_batch_is_reported_beside_unsupported_layouts(plan_recipe) -
     assert "only pretraining supports pipeline parallelism" in output
 
 
+def test_plan_without_margin_says_so() -> None:
+    keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "torch_compile": True}
+    memory: Any = argparse.Namespace(checkpointing="none", peak=79e9)
+    best = Candidate(Layout("ddp"), keys, memory, fits=True, costs={"compute": 1.0}, is_tight=True)
+    free = dataclasses.replace(best, costs={"compute": 2.0}, is_tight=False)
+    assert _describe("ddp", best, best)[-1] == "fastest that fits, less than 10% free"
+    assert _describe("ddp", free, best)[-1] == "+1 s compute"
+    assert _describe("ddp", dataclasses.replace(best, fits=False), best)[-1] == "does not fit"
+
+
 def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.planning.search._rank", lambda one: (one.layout.shards.weights, one.seconds))
     output = search_plan("2xH100", "--num_processes", 1)
@@ -131,12 +143,25 @@ def test_layout_without_offload_is_named_beside_faster_offload(search_plan, monk
 
 
 @pytest.mark.parametrize(
+    ("recipe", "pattern"),
+    [("sft", r"^time +([\d.e-]+) s a step.* traffic"), ("pretrain", r" x ([\d.e-]+): ([\d.e-]+) s a step \+")],
+)
+def test_plan_of_best_layout_has_time_of_search(plan_recipe, run_command, tmp_path, recipe, pattern) -> None:
+    """Of which traffic takes most, because rows are short."""
+    keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1000}
+    output = plan_recipe(recipe, "--gpus", "2x4090", "--num_processes", 2, "--write", tmp_path / "plan", **keys)
+    found = re.search(pattern, run_command("plan", "--gpu", "4090", *read_launch(tmp_path / "plan")), re.M)
+    seconds = float(re.search(r"(\S+) +fastest that fits", output)[1])
+    assert math.prod(map(float, found.groups())) == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize(
     ("limit", "hours", "price", "words"),
     [
         ({"deadline": 10}, 0, None, "--deadline: needs the length of the run"),
         ({"budget": 10}, 1, None, "--budget: needs a price\n.*write --price_per_gpu_hour"),
-        ({"deadline": 10}, 11, None, "--deadline: .* takes 11.0, more than 10\n.*or name more GPUs"),
-        ({"budget": 40}, 11, 2, "--budget: .* takes 44.0, more than 40\n"),
+        ({"deadline": 10}, 11, None, "--deadline: .* takes 11 hours, more than 10\n.*or name more GPUs"),
+        ({"budget": 40}, 11, 2, "--budget: .* costs 44.00, more than 40\n"),
         ({"budget": 44, "deadline": 11}, 11, 2, None),
     ],
 )

@@ -115,6 +115,6 @@ def test_audit_warnings_are_logged_before_training(config, caplog):
 
 def test_architecture_whose_flops_cannot_be_counted_trains_without_mfu(config, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr("recipes_lib.planning.compute._count_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr("recipes_lib.planning.compute.count_attended", lambda *_: 1 / 0)
     train(config, evaluates=True).train()
     assert {event["num_flops"] for event in read_events(tmp_path / "out", "train")} == {None}

@@ -80,7 +80,7 @@ def test_explicit_checkpointing_is_kept(configure, monkeypatch, value) -> None:
 
 
 def test_plan_of_run_on_gpu(configure, monkeypatch) -> None:
-    """Recomputing every layer takes a third more time and less memory; a second GPU does not change the step time."""
+    """Recomputing every layer takes a third more time and less memory; traffic to a second GPU takes time."""
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
     one, two = (Launch(rank=0, local_rank=0, world_size=size, engine="") for size in (1, 2))
     kept, recomputed = (
@@ -88,7 +88,7 @@ def test_plan_of_run_on_gpu(configure, monkeypatch) -> None:
     )
     assert recomputed["step_seconds"] == pytest.approx(kept["step_seconds"] * 4 / 3, rel=5e-3)
     assert recomputed["memory_bytes"] < kept["memory_bytes"]
-    assert plan_run(configure(activation_checkpointing="false"), two, "H100")["step_seconds"] == kept["step_seconds"]
+    assert plan_run(configure(activation_checkpointing="false"), two, "H100")["step_seconds"] > kept["step_seconds"]
     # The peak throughput of an unknown GPU is unknown.
     assert plan_run(configure(activation_checkpointing="false"), one, "Abacus") == {
         "memory_bytes": kept["memory_bytes"]

@@ -39,7 +39,7 @@ from recipes_lib.planning.schedule import (
     list_quarters,
     plan_pretraining,
 )
-from recipes_lib.planning.timing import estimate_on_policy, list_readers
+from recipes_lib.planning.timing import estimate_on_policy, list_costs, list_readers
 from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -108,9 +108,9 @@ def _describe(run: PlannedRun, num_processes: int, layout: Layout, hardware: Har
     if hardware:
         yield from hardware.describe()
     if run.config.recipe == "pretrain":
-        yield from _describe_pretraining(run, plan_pretraining(run.config, num_processes), hardware)
+        yield from _describe_pretraining(run, plan_pretraining(run.config, num_processes), layout, hardware)
     elif run.config.recipe not in RL_RECIPES:
-        yield from _describe_step(run, num_processes, hardware)
+        yield from _describe_step(run, num_processes, layout, hardware)
     elif hardware:
         yield from _describe_iteration(run, layout, hardware)
 
@@ -171,7 +171,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
-    """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning without a known peak.
+    """Return the planned hardware; ``None`` without ``--gpu``, and for a memory size, or for RL without a known peak.
 
     Raises:
         ConfigError: The GPU or its peak is unknown; or as ``read_proof`` and ``calibrate``.
@@ -186,10 +186,10 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     try:
         verify_peak(device, config)
     except ConfigError:
-        # For reinforcement learning, memory can be planned without a peak; hours cannot.
-        if config.recipe in RL_RECIPES and not options.gpus:
-            return None
-        raise
+        # Memory can be planned without a peak; hours cannot.
+        if options.gpus or (device.flops and config.recipe not in RL_RECIPES):
+            raise
+        return None
     if options.proof or options.calibrate:
         measured = read_proof(options.proof, device) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured) if options.mfu is None else (options.mfu, "--mfu")
@@ -197,7 +197,17 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     return Hardware(device, num_gpus, share, source, measured, price, options.pue, options.grid_gco2)
 
 
-def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hardware | None) -> Iterator[Row]:
+def _list_costs(run: PlannedRun, layout: Layout, hardware: Hardware, seconds: float) -> tuple[float, str]:
+    """Return the seconds of a step, and the terms of its formula besides the ``seconds`` of its matrix products."""
+    size = compute.compute_model_size(run.model_config).total
+    costs = list_costs(run.config, run.model_config, size, layout, hardware.device, seconds)
+    terms = [f" + {cost:.2g} s {name}" for name, cost in costs.items() if cost and name != "compute"]
+    return sum(costs.values()), "".join(terms)
+
+
+def _describe_pretraining(
+    run: PlannedRun, plan: PretrainingPlan, layout: Layout, hardware: Hardware | None
+) -> Iterator[Row]:
     """Yield the plan of a pretraining run, without ``hardware`` without hours; draw its schedule, if asked to.
 
     Raises:
@@ -219,6 +229,12 @@ def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hard
     else:
         hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
         formula = f"{counted:.3g} / ({hardware.describe_rate()} x 3600 s)"
+        step = 3600 * hours * plan.schedule.full_tokens / num_tokens
+        seconds, terms = _list_costs(run, layout, hardware, step)
+        # With --num_gpus alone, the layout is not known: its processes are others than those of the batch.
+        num_processes = plan.rows_per_micro_step // run.config.read("per_device_train_batch_size")
+        if terms and layout.num_processes == num_processes:
+            hours, formula = hours * seconds / step, f"{formula} x {seconds / step:.3g}: {step:.2g} s a step{terms}"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
         if run.options.save_seconds:
             hours, rows = _add_failures(hours, hardware.num_gpus, run.options, plan)
@@ -231,7 +247,7 @@ def _describe_pretraining(run: PlannedRun, plan: PretrainingPlan, hardware: Hard
         yield "drawn", str(run.options.schedule)
 
 
-def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | None) -> Iterator[Row]:
+def _describe_step(run: PlannedRun, num_processes: int, layout: Layout, hardware: Hardware | None) -> Iterator[Row]:
     """Yield size and time of an optimizer step of fine-tuning, and of the run; without ``hardware`` only the size.
 
     Raises:
@@ -243,8 +259,8 @@ def _describe_step(run: PlannedRun, num_processes: int, hardware: Hardware | Non
     yield "operations", f"{step.num_flops:.3g} a step, with attention within rows of {step.length:,} tokens"
     if hardware is None:
         return
-    hours = hardware.compute_hours(step.num_flops)
-    formula = f"{step.num_flops:.3g} / ({hardware.describe_rate()})"
+    seconds, terms = _list_costs(run, layout, hardware, 3600 * hardware.compute_hours(step.num_flops))
+    hours, formula = seconds / 3600, f"{step.num_flops:.3g} / ({hardware.describe_rate()}){terms}"
     if share := run.config.distillation.lmbda:
         found = estimate_on_policy(run.config, run.model_config, hardware.device, hardware.mfu)
         answers = f"{found.num_answers:,} answers of {run.config.rewards.response_length:,} tokens on each GPU"
@@ -474,7 +490,10 @@ def plan_stage(
         is_pretraining = config.recipe == "pretrain"
         tokens = count_run_tokens(config, launch.data_size) if is_pretraining else num_steps * step.num_tokens
         if tokens is not None and tokens > 0:
-            hours = compute.compute_hours(step.num_flops * tokens / step.num_tokens, gpus, device.flops, mfu)
+            size = compute.compute_model_size(model_config).total
+            seconds = 3600 * compute.compute_hours(step.num_flops, gpus, device.flops, mfu)
+            costs = list_costs(config, model_config, size, layout, device, seconds)
+            hours = sum(costs.values()) / 3600 * tokens / step.num_tokens
     elif num_steps > 0:
         one, schedule = plan_search.plan_iteration(config, model_config, layout, device, mfu)
         hours = one.seconds * schedule.num_iterations / 3600

@@ -27,7 +27,7 @@ from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
-from recipes_lib.planning.memory_plan import Layout, MemoryPlan
+from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
 from recipes_lib.planning.schedule import compute_steps, plan_pretraining
 from recipes_lib.planning.search import Candidate, search
 from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Iteration, estimate_iteration
@@ -222,10 +222,8 @@ def plan_iteration(
     Raises:
         ConfigError: The answers of an iteration do not divide into batches.
     """
-    if config.recipe == "ppo":
-        schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
-    else:
-        schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    plan_answers = compute_schedule if config.recipe == "ppo" else compute_group_schedule
+    schedule = plan_answers(_MANY_PROMPTS, config, layout.num_processes)
     answers, passes = schedule.answers_per_iteration, schedule.update_epochs
     return estimate_iteration(config, model_config, answers, passes, layout, device, mfu), schedule
 
@@ -243,8 +241,7 @@ def _find_key_problems(run: PlannedRun, is_single: bool, compiles: bool) -> Sequ
 def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
     """Yield the host memory of a plan that offloads to it, and what would fit without offload."""
     size = best.memory.host_bytes * min(GPUS_OF_A_MACHINE, best.layout.num_gpus)
-    text = "for weights, gradients and optimizer states; the time does not include their update on the CPU"
-    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, {text}"
+    yield "host memory", f"{size / 1e9:,.1f} GB for each machine, for weights, gradients and optimizer states"
     yield "without it", other
 
 
@@ -330,7 +327,11 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
         ConfigError: The run takes longer or costs more than allowed, or a limited figure is unknown.
     """
     cost = hardware.price and hours * hardware.num_gpus * hardware.price
-    for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
+    figures = (
+        ("deadline", options.deadline, hours, "takes {:,.3g} hours"),
+        ("budget", options.budget, cost, "costs {:,.2f}"),
+    )
+    for flag, limit, value, words in figures:
         if limit is None:
             continue
         if not hours or value is None:
@@ -338,7 +339,7 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
             remedy = "write `max_steps`, `max_tokens` or --num_rows" if not hours else "write --price_per_gpu_hour"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
         if value > limit:
-            found = f"the fastest plan that fits takes {value:,.1f}, more than {limit:,g}"
+            found = f"the fastest plan that fits {words.format(value)}, more than {limit:,.3g}"
             more = ", or name more GPUs" if flag == "deadline" else ""
             remedy = f"raise it, or shorten the run{more}"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
@@ -361,6 +362,7 @@ def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
         verdict = f"{one.costs[most] - best.costs[most]:+.2g} s {most}"
     if one is best:
         verdict = "fastest that fits"
+    verdict += f", less than {MARGIN:.0%} free" if one.is_tight else ""
     if not one.fits:
         verdict = "does not fit"
     compiled = "yes" if one.keys["torch_compile"] else "no"

@@ -236,11 +236,12 @@ class ReplayCheck:
         self._restore_random()
         for parameter in trained.values():
             parameter.grad = None
+        # As in upstream's loop, gradients are reduced after the last micro-batch, under FSDP2 after each.
+        reduces_each = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         with trainer.uncounted_pass():
             for number, batch in enumerate(inputs.batches, start=1):
-                is_last = is_reduced and number == len(inputs.batches)
-                # As in upstream's loop, gradients are reduced after the last micro-batch.
-                with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):
+                reduces = is_reduced and (reduces_each or number == len(inputs.batches))
+                with contextlib.nullcontext() if reduces else trainer.accelerator.no_sync(model):
                     trainer.training_step(model, dict(batch), inputs.num_terms)
             return _read_figures(trained, trainer.guard.inputs.losses)
 

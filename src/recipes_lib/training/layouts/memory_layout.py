@@ -12,10 +12,17 @@ from recipes_lib.models.parallel.context_parallel import verify_context_parallel
 from recipes_lib.models.parallel.pipeline_parallel import verify_pipeline_parallel
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
+from recipes_lib.planning.compute import (
+    RL_RECIPES,
+    compute_hours,
+    compute_model_size,
+    count_step,
+    find_planned_model,
+)
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
+from recipes_lib.planning.timing import list_costs
 from recipes_lib.training.guards.expected_curve import expect_loss
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
@@ -69,8 +76,12 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
         if config.recipe not in RL_RECIPES and not config.distillation.lmbda:
             device, (mfu, _) = choose_device(device_name), find_efficiency(config)
             verify_peak(device, config)
-            num_flops = count_step(config, find_planned_model(config), launch.data_size).num_flops
-            planned["step_seconds"] = 3600 * compute_hours(num_flops, launch.world_size, device.flops, mfu)
+            model = find_planned_model(config)
+            num_flops = count_step(config, model, launch.data_size).num_flops
+            seconds = 3600 * compute_hours(num_flops, launch.world_size, device.flops, mfu)
+            layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
+            costs = list_costs(config, model, compute_model_size(model).total, layout, device, seconds)
+            planned["step_seconds"] = sum(costs.values())
     return planned or None
 
 

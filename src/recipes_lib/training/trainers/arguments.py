@@ -163,6 +163,8 @@ def build_training_arguments(
         "dispatch_batches": False,
         # Copies from pinned memory do not block the host.
         "non_blocking": not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False,
+        # By default, accelerate accumulates unsharded gradients under FSDP2: every rank would hold all of them.
+        "gradient_accumulation_kwargs": {"sync_each_batch": launch.engine == "FSDP"},
     }
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
     if is_cuda and not config.data.dataset_streaming:
