@@ -204,13 +204,13 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
         # Shorter rows do not help.
         ("sft", 7, {}, "the `lora` recipe on 16-bit weights (`dtype: bfloat16`) would fit"),
         ("sft", 4.6, {}, "the `lora` recipe on 4-bit weights (`dtype: bfloat16`, `load_in_4bit: true`) would fit"),
-        ("pretrain", 7.7, {"max_steps": 4}, "8 of these GPUs would fit"),
+        ("pretrain", 8.3, {"max_steps": 4}, "8 of these GPUs would fit"),
         # Sixteen rows do not divide among 32 GPUs: all changes together are the nearest.
         ("pretrain", 6, {"max_steps": 4}, "name GPUs with more memory: max_length: 64 and 16 of these GPUs would need"),
         # FSDP2 does not support the 8-bit optimizer, so that more GPUs help only with another.
         (
             "pretrain",
-            7.7,
+            8.3,
             {"max_steps": 4, "optim": "adamw_8bit"},
             "optim: adamw_torch_fused and 8 of these GPUs would",
         ),
