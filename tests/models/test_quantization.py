@@ -24,7 +24,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models import loading
-from recipes_lib.models.adapters.lora import adapters_off, add_adapter
+from recipes_lib.models.adapters.lora import adapters_off, add_adapter, load_fresh_base
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
@@ -295,6 +295,9 @@ def test_fp8_checkpoint_is_trained_dequantised_on_any_device(tiny_model_dir, tmp
     assert not hasattr(model.config, "quantization_config")
     difference = (compute_probe_logits(model) - compute_probe_logits(full)).abs().max()
     assert 0 < difference < 0.1 * compute_probe_logits(full).abs().max()
+    expected = compute_probe_logits(model)
+    fresh = load_fresh_base(add_adapter(model, AdapterConfig(use_peft=True), seed=0))
+    assert torch.equal(compute_probe_logits(fresh), expected)
 
 
 @pytest.mark.parametrize(

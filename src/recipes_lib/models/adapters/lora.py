@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.models.adapters.saved import (
     ADAPTER_CONFIG,
@@ -51,8 +51,8 @@ from recipes_lib.models.inference import (
     measure_rounding,
     preserve_random_states,
 )
-from recipes_lib.models.loading import explained, without_report
-from recipes_lib.models.quantization import keep_differentiable
+from recipes_lib.models.loading import explained, load_model_config, without_report
+from recipes_lib.models.quantization import build_dequantization, keep_differentiable
 from recipes_lib.models.structure import find_outside_text, is_outside
 
 _INITS: Final = {"default": True, "pissa": "pissa_niter_16"}
@@ -267,16 +267,20 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
         if torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
             device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
+    # Code from the Hub is enabled for this run if the loaded model already uses it.
+    has_code = any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__)
+    name, revision = settings.base_model_name_or_path, settings.revision
+    named = ModelConfig(model_name_or_path=name, model_revision=revision, trust_remote_code=has_code)
+    saved, _ = load_model_config(named)
     with explained("model_name_or_path", str(settings.base_model_name_or_path)), without_report():
         fresh: PreTrainedModel = auto_class.from_pretrained(
             settings.base_model_name_or_path,
             revision=settings.revision,
             dtype=base.config.dtype,
-            quantization_config=getattr(base.config, "quantization_config", None),
+            quantization_config=getattr(base.config, "quantization_config", None) or build_dequantization(saved),
             attn_implementation=base.config._attn_implementation,
             device_map={"": device},
-            # Code from the Hub is enabled for this run if the loaded model already uses it.
-            trust_remote_code=any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__),
+            trust_remote_code=has_code,
             **options,
         )
     # The same 4-bit kernel as in training, so that results are comparable.
