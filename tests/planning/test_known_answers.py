@@ -249,14 +249,7 @@ def test_tokens_per_second_match_published_mfu(run: PublishedSpeed) -> None:
     assert row in PAGE.read_text(encoding="utf-8"), row
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    # Planning builds every layer, so larger models are slow.
-    [
-        pytest.param(*key, id=" ".join(key), marks=[] if key == ("Qwen 1.8B", "QLoRA") else pytest.mark.slow)
-        for key in MEASURED
-    ],
-)
+@pytest.mark.parametrize(("name", "method"), MEASURED)
 def test_planned_memory_of_adapters_matches_measurements(name: str, method: str) -> None:
     measured, planned = MEASURED[name, method], [count_gb(plan_adapter(name, method, length)) for length in LENGTHS]
     cells = (f"{value:.1f} / {plan:.1f}" for value, plan in zip(measured, planned, strict=True))

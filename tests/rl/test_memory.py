@@ -228,7 +228,6 @@ def shipped():
     return [*plans, dataclasses.replace(plans[-1], components=on_base)]
 
 
-@pytest.mark.slow
 def test_llama_3_8b_matches_closed_forms(shipped):
     whole, counted = shipped[0].components, shipped[2].components
     size = 8_030_261_248
@@ -245,7 +244,6 @@ def test_llama_3_8b_matches_closed_forms(shipped):
     assert "reference, weights" not in counted
 
 
-@pytest.mark.slow
 def test_table_in_ppo_docs_matches_plans(shipped):
     page = (Path(__file__).parents[2] / "docs" / "ppo.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:four models, `|the same, |adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
