@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import (
     JetMoeConfig,
@@ -147,4 +148,4 @@ def test_router_loss_of_dense_model_is_refused() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     assert configure_router_loss(model, None, ONE, by_default=True) == 0.0
     with pytest.raises(ConfigError, match="LlamaForCausalLM is no mixture of experts"):
-        configure_router_loss(model, 0.5, ONE, by_default=True)
+        configure_router_loss(get_peft_model(model, LoraConfig()), 0.5, ONE, by_default=True)

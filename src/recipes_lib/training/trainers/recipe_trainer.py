@@ -509,7 +509,7 @@ def configure_router_loss(
     base: Any = unwrap_adapter(model)
     config = base.config.get_text_config()
     if coefficient and not hasattr(config, "output_router_logits"):
-        found = f"{type(model).__name__} is no mixture of experts that returns its router logits"
+        found = f"{type(base).__name__} is no mixture of experts that returns its router logits"
         raise ConfigError(Problem("router_aux_loss_coef", found, "delete the line"))
     name = "aux_loss_coef" if config.model_type == "jetmoe" else "router_aux_loss_coef"
     chosen = float(getattr(config, name, None) or 0.0) if coefficient is None else coefficient
