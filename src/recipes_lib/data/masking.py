@@ -12,7 +12,15 @@ IGNORE_INDEX: Final = -100
 
 
 class MergedTokenError(ValueError):
-    """A token has characters on both sides of a boundary; names both parts."""
+    """A token has characters on both sides of a boundary; names both parts.
+
+    Attributes:
+        is_space: True if both parts are white space.
+    """
+
+    def __init__(self, before: str, after: str) -> None:
+        super().__init__(f"one token holds {before!r} and {after!r}")
+        self.is_space = before.isspace() and after.isspace()
 
 
 def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
@@ -44,4 +52,4 @@ def count_tokens_before(encoding: Encoding, text: str, character: int, special_i
             return token + 1
         if text[start:character].isspace():
             return token
-    raise MergedTokenError(f"one token holds {text[start:character]!r} and {text[character:end]!r}")
+    raise MergedTokenError(text[start:character], text[character:end])

@@ -37,11 +37,6 @@ HI = chat(user("hi"), answer("Paris"))
     [
         (source("spaced_prompt"), HI, ["one token holds ' '", "let the template end its prompt"]),
         (
-            CHATML,
-            chat(user("hi"), answer("\n\nParis")),
-            ["holds '\\n' and '\\n'", "strip the answer"],
-        ),
-        (
             source("leaking"),
             chat(user("why"), answer("so")),
             ["writes message 0 into the text of an assistant turn"],
@@ -67,7 +62,7 @@ HI = chat(user("hi"), answer("Paris"))
             ["does not end in a special token"],
         ),
     ],
-    ids=["shared token", "line breaks", "leaking", "no answer", "no call", "no authors", "no end"],
+    ids=["shared token", "leaking", "no answer", "no call", "no authors", "no end"],
 )
 def test_unmaskable_template_is_error(template: str, row: Row, found: list[str]) -> None:
     message = refusal(RowEncoder(build_byte_level(template, extra=CHATML_ENDS)), row)

@@ -75,10 +75,13 @@ def test_pairs_of_a_chunk_have_the_tokens_of_each_alone() -> None:
         assert all(map(np.array_equal, pair[:3], alone[:3]))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_chosen_answer_equals_sft_targets(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [*((name, "<think>so</think>yes") for name in TEMPLATES), ("chatml", "\n\nyes"), ("chatml", "\n")],
+)
+def test_chosen_answer_equals_sft_targets(name: str, chosen: str) -> None:
     encoder, _ = build(name)
-    row = pair_of(answer("<think>so</think>yes"), answer("no"))
+    row = pair_of(answer(chosen), answer("no"))
     pair = encode(encoder, row)
     for ids, turn in ((pair.chosen_ids, row.messages[-1]), (pair.rejected_ids, row.rejected[0])):
         (tuned,) = build_encoder(name, "last_assistant")[0].encode([chat(*TURNS, turn)])

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate, pairwise, repeat
 from typing import Any, Final, NamedTuple
@@ -27,7 +28,7 @@ from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import ChatTemplate, TemplateError
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.data.windows import WINDOW, Piece, encode_in_windows
+from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 _EXCERPT: Final = 20
@@ -195,8 +196,7 @@ class RowEncoder:
         encoded: list[EncodedRow] = []
         for draft, tokens in zip(drafts, self._tokenize(drafts), strict=True):
             with collect_problems(problems):
-                located = self._tokenize_long(draft) if len(draft.text) > WINDOW else tokens
-                encoded.append(self._mask(draft, *located, claims))
+                encoded.append(self._mask(draft, *self._locate(draft, *tokens), claims))
         problems += self._proof.problems(claims)
         if problems:
             raise DataError(*problems)
@@ -307,15 +307,49 @@ class RowEncoder:
             return zip(ids, repeat(None), encodings, strict=False)
         return zip(ids, self._byte_ends.cut(ids, texts, [draft.places for draft in drafts]), repeat(None), strict=False)
 
-    def _tokenize_long(self, draft: _Draft) -> tuple[npt.NDArray[np.uint32], list[int], None]:
+    def _locate(
+        self, draft: _Draft, ids: npt.NDArray[np.uint32], cuts: list[int] | None, encoding: Encoding | None
+    ) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places."""
+        if len(draft.text) <= WINDOW:
+            if cuts is not None or not draft.places:
+                return ids, cuts or []
+            # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
+            if encoding is not None:
+                with suppress(MergedTokenError):
+                    return ids, [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
+        return self._tokenize_in_parts(draft, [])
+
+    def _tokenize_in_parts(self, draft: _Draft, seams: list[int]) -> tuple[npt.NDArray[np.uint32], list[int]]:
+        """Return the token ids of a draft, and the number of tokens before each of its places.
+
+        White space at the start of an answer, which would be one token with the line break of the prompt, is tokenised
+        apart from the prompt, as the model generates it.
+
+        Args:
+            draft: The row.
+            seams: Characters between which the text is tokenised separately, ascending.
+        """
         ids, cuts, num_tokens = [np.zeros(0, np.uint32)], list[int](), 0
-        for piece in encode_in_windows(self._backend, draft.text):
-            inside = [at for at in draft.places[len(cuts) :] if at <= piece.stop]
-            cuts += [num_tokens - piece.first + count for count in self._cut(draft.row, inside, piece)]
-            ids.append(np.array(piece.encoding.ids[piece.first : piece.last], dtype=np.uint32))
-            num_tokens += len(ids[-1])
-        return np.concatenate(ids), cuts, None
+        for begin, end in pairwise([0, *seams, len(draft.text)]):
+            for piece in encode_in_windows(self._backend, draft.text[begin:end]):
+                for at in draft.places[len(cuts) :]:
+                    if at > begin + piece.stop:
+                        break
+                    try:
+                        inside = count_tokens_before(
+                            piece.encoding, piece.text, at - begin - piece.start, self._special
+                        )
+                    except MergedTokenError as error:
+                        is_start = draft.row.messages is not None and not len(cuts) % 2
+                        # Others write a space before a text.
+                        if is_start and error.is_space and isinstance(self._backend.decoder, ByteLevel):
+                            return self._tokenize_in_parts(draft, [*seams, at])
+                        raise _refuse(draft.row, error) from error
+                    cuts.append(num_tokens - piece.first + inside)
+                ids.append(np.array(piece.encoding.ids[piece.first : piece.last], dtype=np.uint32))
+                num_tokens += len(ids[-1])
+        return np.concatenate(ids), cuts
 
     def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
@@ -325,8 +359,7 @@ class RowEncoder:
         self,
         draft: _Draft,
         text_ids: npt.NDArray[np.uint32],
-        cuts: list[int] | None,
-        encoding: Encoding | None,
+        cuts: list[int],
         claims: list[Claim],
     ) -> EncodedRow:
         """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
@@ -344,10 +377,6 @@ class RowEncoder:
             loss_mask[:1] = ids[:1] != self._bos_id
             loss_mask[: len(self._prefix) * is_plain] = False
             return EncodedRow(ids, loss_mask, draft.remarks)
-        if cuts is None:
-            # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
-            encoding = encoding or self._backend.encode(draft.text, add_special_tokens=False)
-            cuts = self._cut(draft.row, draft.places, Piece(encoding, draft.text, 0, 0, len(encoding), len(draft.text)))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         # `cuts` count tokens of the text, without the prefix; the appended EOS of a plain row is a target.
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
@@ -355,15 +384,12 @@ class RowEncoder:
             claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
 
-    def _cut(self, row: Row, places: Sequence[int], piece: Piece) -> list[int]:
-        """Return the number of tokens of a window before each place of the row's text."""
-        try:
-            return [count_tokens_before(piece.encoding, piece.text, at - piece.start, self._special) for at in places]
-        except MergedTokenError as error:
-            remedy = "strip the answer, or let the template end its prompt and turns in a special token or a line break"
-            if row.messages is None:
-                remedy = "move the white space at the end of the prompt to the start of the completion"
-            raise DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy)) from error
+
+def _refuse(row: Row, error: MergedTokenError) -> DataError:
+    remedy = "strip the answer, or let the template end its prompt and turns in a special token or a line break"
+    if row.messages is None:
+        remedy = "move the white space at the end of the prompt to the start of the completion"
+    return DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy))
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
