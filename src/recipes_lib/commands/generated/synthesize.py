@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,8 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     replace_record(folder / RECORD, record)
     if not num_rows:
         found = f"no row is left; removed: {', '.join(f'{why} {count:,}' for why, count in removed.most_common())}"
+        answers = (answer for shown in samples.values() for row in shown for answer in row["answers"] if answer)
+        found += f"; the first: {textwrap.shorten(next(answers, 'empty'), 200)}"
         raise DataError(Problem(str(folder), found, f"read {_REPLIES}, and relax filters"))
     return record, samples
 
