@@ -380,7 +380,7 @@ def test_cost_is_price_times_hours(plan_other) -> None:
         ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "--mfu: excludes --gpus"),
         ("sft", ["--calibrate", "out"], {}, "--calibrate: needs --gpu or --gpus"),
         ("sft", ["--mfu", "50%"], {}, "--mfu: needs --gpu"),
-        ("sft", ["--gpus", "2xH100", "--hardware", "fsdp2"], {}, "--hardware: excludes --gpus"),
+        ("sft", ["--gpus", "2xH100", "--hardware", "zero3"], {}, "zero3 is not among the layouts of 2 GPUs"),
         ("grpo", ["--gpu", "H100", "--num_rows", "10"], {}, "--num_rows: is only for sft, lora, reward, dpo, distill"),
         ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--mfu: excludes --calibrate"),
         ("sft", ["--calibrate", "out", "--gpu", "H100"], {}, "neither run.json nor metrics.jsonl"),

@@ -119,6 +119,12 @@ def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words
     assert words in search_plan(*flags, code=2, **changes)
 
 
+def test_search_of_one_layout_lists_and_writes_no_other(search_plan, tmp_path: Path) -> None:
+    output = search_plan("2xH100", "--hardware", "zero2", "--write", tmp_path)
+    assert {"fsdp2", "ddp", "zero2"} & set(output.split()) == {"zero2"}
+    assert "deepspeed_config" in (tmp_path / "accelerate.yaml").read_text()
+
+
 def test_indivisible_batch_is_reported_beside_unsupported_layouts(plan_recipe) -> None:
     output = plan_recipe("lora", "--gpus", "16xH100", "--num_processes", 1, code=2, **KEYS)
     assert "8 rows of an optimizer step cannot be divided among 16 processes" in output
@@ -194,7 +200,7 @@ def find_remedy(config, gigabytes: float, **shape) -> str:
     """Return the remedy for four layers of an 8B model on two small GPUs, with 16 rows per step."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
     hardware = Hardware(device, 2, 0.5, "a test", None, None, 1.0, None)
-    run = PlannedRun(config, AutoConfig.for_model(**LAYERS, **shape), argparse.Namespace())
+    run = PlannedRun(config, AutoConfig.for_model(**LAYERS, **shape), argparse.Namespace(hardware=None))
     return describe_misfit(run, hardware, 80.0, 16).remedy
 
 
@@ -239,7 +245,8 @@ def test_largest_batches_of_rl_that_fit_are_chosen(keys, changed) -> None:
     """With equally many answers per iteration; twice as many at once do not fit."""
     device = dataclasses.replace(choose_device("RTX 4090"), memory=30e9)
     hardware, model = Hardware(device, 2, 0.5, "a test", None, None, 1.0, None), AutoConfig.for_model(**LAYERS)
-    given, options = build_config("grpo", **KEYS | keys), argparse.Namespace(write=None, deadline=None, budget=None)
+    given, nothing = build_config("grpo", **KEYS | keys), dict.fromkeys(("write", "deadline", "budget", "hardware"))
+    options = argparse.Namespace(**nothing)
     found, plan, rows = search_rollouts(PlannedRun(given, model, options), hardware)
     assert {*re.findall(r"--(\w+)", dict(rows)["keys"])} == changed
     assert plan.fits(30e9)

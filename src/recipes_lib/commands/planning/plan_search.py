@@ -102,7 +102,7 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
     # Before the search, which takes longer than finding an invalid schedule.
     steps = _count_steps(run, num_processes)
-    starts, refused = list_starts(config, run.model_config, number)
+    starts, refused = list_starts(config, run.model_config, number, run.options.hardware)
 
     find_problems = cache(partial(_find_key_problems, run))
 
@@ -158,7 +158,7 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, 
             or as ``verify_limits``.
     """
     config, model_config, device = run.config, run.model_config, hardware.device
-    starts, refused = list_starts(config, model_config, hardware.num_gpus)
+    starts, refused = list_starts(config, model_config, hardware.num_gpus, run.options.hardware)
     found, verdicts, num_iterations = list[Candidate](), list[str](), 0
     for layout, start in starts.items():
         if not is_supported(config, start, refused):
@@ -246,11 +246,20 @@ def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
 
 
 def list_starts(
-    config: RecipeConfig, model_config: PreTrainedConfig, number: int
+    config: RecipeConfig, model_config: PreTrainedConfig, number: int, only: str | None = None
 ) -> tuple[dict[Layout, Start], dict[str, Problem]]:
-    """Return the launch of each layout of ``number`` GPUs, and by name the problem of each unsupported layout."""
+    """Return the launch of each layout of ``number`` GPUs, and by name the problem of each unsupported layout.
+
+    Raises:
+        ConfigError: No layout has the launch file ``only``.
+    """
     starts, refused = dict[Layout, Start](), dict[str, Problem]()
-    for file, sizes, stages in _list_meshes(number):
+    meshes = [mesh for mesh in _list_meshes(number) if only in (None, mesh[0])]
+    if not meshes:
+        found = f"{only} is not among the layouts of {pluralize(number, 'GPU')} that are searched"
+        known = ", ".join(dict.fromkeys(file for file, _, _ in _list_meshes(number)))
+        raise ConfigError(Problem("--hardware", found, f"write one of {known}, or --gpu and --num_gpus for this file"))
+    for file, sizes, stages in meshes:
         parts = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
         name = " ".join([file, *parts, *([f"stages {stages}"] if stages > 1 else [])])
         document = read_launch_file(find_launch_file(file))
@@ -379,7 +388,8 @@ def describe_misfit(run: PlannedRun, hardware: Hardware, least: float, batch: in
         batch: Rows of an optimizer step, which more GPUs must divide; 0 if their number is per GPU.
     """
     device, gpus = hardware.device, f"{hardware.num_gpus}x{hardware.device.name}"
-    found = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
+    layout = f"layout of {run.options.hardware}" if run.options.hardware else "layout"
+    found = f"the run fits {gpus} in no {layout}: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
     return Problem("--gpus", found, _find_change(run, hardware, batch))
 
 
