@@ -164,9 +164,17 @@ class Quantised(torch.Tensor):
         return values
 
 
+class Quantising(torch.optim.SGD):
+    """Optimizer that creates the buffers of its states on another device than that of its parameters."""
+
+    def _new_buffer(self, parameter, signed):
+        self.defaults.setdefault("made", []).append(torch.zeros(parameter.shape))
+        return self.defaults["made"][-1]
+
+
 def test_quantised_states_are_not_in_float32_on_the_device_together(tmp_path):
     parameters = {name: nn.Parameter(torch.zeros(4)) for name in "abc"}
-    optimizer = torch.optim.AdamW(parameters.values())
+    optimizer = torch.optim.SGD(parameters.values())
     for parameter in parameters.values():
         state = torch.zeros(4, dtype=torch.uint8).as_subclass(Quantised)
         state.qmap = torch.ones(2)
@@ -178,3 +186,7 @@ def test_quantised_states_are_not_in_float32_on_the_device_together(tmp_path):
     write()
     (file,) = (tmp_path / "optimizer_shards").glob("*.safetensors")
     assert all(torch.equal(values, torch.ones(4)) for values in load_file(file).values())
+    on_device = {name: nn.Parameter(torch.zeros(4, device="meta")) for name in "abc"}
+    resumed = Quantising(on_device.values())
+    load_optimizer_shards(tmp_path, Trained(on_device, resumed))
+    assert torch.equal(torch.stack(resumed.defaults["made"]), torch.ones(3, 4))
