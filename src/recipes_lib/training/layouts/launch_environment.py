@@ -292,13 +292,15 @@ def read_environment() -> Mapping[str, str]:
 
 
 def disable_accelerate_parallelism(launch: Launch) -> None:
-    """Disable accelerate's tensor, context and pipeline parallelism, which this library implements.
+    """Disable accelerate's tensor, context and pipeline parallelism, which this library implements, and 8-bit gathers.
 
     accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support models that transformers
     shards during loading. It would shard a pipeline stage over all ranks instead of those with the stage. Its context
     parallelism drops attention masks (ring attention under FSDP, sdpa under DeepSpeed), so packed documents would
-    attend to each other, and under DeepSpeed it doubles gradients at ZeRO-1 and 2.
+    attend to each other, and under DeepSpeed it doubles gradients at ZeRO-1 and 2. For an all-gather in 8 bits, under
+    fp8 also of one process, it replaces weights after the optimizer was created, which would update the former ones.
     """
+    os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.pipeline_stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
         os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
