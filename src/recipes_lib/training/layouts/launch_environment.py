@@ -67,6 +67,7 @@ class Layout:
         has_strategy: Whether FSDP has a sharding strategy of FSDP1 other than ``fsdp_sharding_strategy: FULL_SHARD``.
         recomputes: Whether FSDP applies activation checkpointing.
         offloads_weights: Whether FSDP offloads weights to the host.
+        loads_once: Whether only rank 0 loads weights for FSDP, as ``accelerate launch`` has it by default.
         sizes: Size of each mesh dimension (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) above 1.
         zero_stage: ZeRO stage of DeepSpeed.
         gathers_on_save: Whether ZeRO-3 gathers weights on saving.
@@ -82,6 +83,7 @@ class Layout:
     has_strategy: bool = False
     recomputes: bool = False
     offloads_weights: bool = False
+    loads_once: bool = True
     sizes: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 2
     gathers_on_save: bool = False
@@ -209,6 +211,7 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
         has_strategy=reshards.lower() not in ("true", "false") or strategy.upper() not in ("1", "FULL_SHARD", "NONE"),
         recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
         offloads_weights=_is_true(env, "FSDP_OFFLOAD_PARAMS"),
+        loads_once=env.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "true").lower() in {"1", "true"},
         sizes={name: size for name, size in sizes.items() if size > 1},
         zero_stage=_read_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
         gathers_on_save=_is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
