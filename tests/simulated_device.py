@@ -304,6 +304,41 @@ def install() -> None:
     Tensor.pin_memory = pin_memory
 
 
+COLLECTIVES: Final = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "send", "recv", "alltoall"),
+    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+"""Methods of ``ProcessGroup`` that send or receive tensors."""
+
+
+def forbid_host_collectives() -> None:
+    """Raise for CPU tensors in collectives of groups of the device, as NCCL does; objects may be sent as such."""
+    from torch.distributed import ProcessGroup
+
+    def guard(call: Callable[..., Any]) -> Callable[..., Any]:
+        def verify(group: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            is_ours = any(device.type == NAME for device in group._device_types)
+            if is_ours and not all(isinstance(tensor, SimulatedTensor) for tensor in tensors) and not _sends_objects():
+                raise RuntimeError(f"{call.__name__}: expected tensors on {NAME}:0, and some are on the CPU")
+            return call(group, *args, **kwargs)
+
+        return verify
+
+    for name in COLLECTIVES:
+        setattr(ProcessGroup, name, guard(getattr(ProcessGroup, name)))
+
+
+def _sends_objects() -> bool:
+    """Return whether the caller is a collective of objects, as ``all_gather_object`` and ``broadcast_object_list``."""
+    names, frame = [], sys._getframe(2)
+    while frame.f_back is not None and "/torch/distributed/" in frame.f_code.co_filename:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return any(name.endswith(("_object", "_object_list")) for name in names)
+
+
 def is_chosen() -> bool:
     """Return whether the environment selects the device for this process."""
     return os.environ.get("ACCELERATE_TORCH_DEVICE") == SIMULATED["ACCELERATE_TORCH_DEVICE"]

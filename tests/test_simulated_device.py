@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests import simulated_device
 from tests.forked import run_forked
+from torch import distributed
 
 from recipes_lib.training.layouts.context_rows import shard_batch
 
@@ -43,6 +44,17 @@ def main() -> None:
             raise AssertionError(f"{name} returned {compute(ours, host)}")
     for name, compute in ACCEPTED.items():
         assert torch.equal(compute(ours, host).cpu(), compute(host, host)), name
+
+    # Collectives take tensors of the device and objects, but no CPU tensors.
+    store = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+    distributed.init_process_group(f"cpu:gloo,{simulated_device.NAME}:gloo", **store)
+    simulated_device.forbid_host_collectives()
+    distributed.all_reduce(ours)
+    distributed.broadcast_object_list(["object"])
+    distributed.all_reduce(host, group=distributed.new_group(backend="gloo"))
+    with pytest.raises(RuntimeError, match=f"allreduce: expected tensors on {simulated_device.NAME}:0"):
+        distributed.all_reduce(host)
+    distributed.destroy_process_group()
 
     # Context parallelism slices a batch on the device as one on the CPU.
     rows = {name: torch.arange(8).view(1, 8) for name in ("input_ids", "position_ids", "labels")}

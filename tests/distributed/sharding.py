@@ -289,6 +289,8 @@ def main() -> None:
     is_alone = "WORLD_SIZE" not in os.environ
     if simulated_device.is_chosen():
         simulated_device.install()
+        if not read_launch().layout.offloads_weights:  # For them accelerate adds collectives of CPU tensors to NCCL's.
+            simulated_device.forbid_host_collectives()
     if read_launch().engine or (simulated_device.is_chosen() and not is_alone):
         take_cpus_for_gpus()
     try:

@@ -177,7 +177,7 @@ def test_engine_is_idle_on_all_processes_once_settled(collector_and_prompts, mon
     collector, _ = collector_and_prompts
     calls = []
     request = SimpleNamespace(exception=lambda: calls.append("sampled"))
-    monkeypatch.setattr("recipes_lib.rl.collect.barrier", lambda: calls.append("all ranks"))
+    monkeypatch.setattr("accelerate.PartialState.wait_for_everyone", lambda _: calls.append("all ranks"))
     replace(collector, _request=request).settle()
     assert calls == ["sampled", "all ranks"]
 

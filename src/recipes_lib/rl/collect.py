@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
@@ -25,7 +26,6 @@ from recipes_lib.rl.models import ActorCritic, beat_between, gathered_weights
 from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout, Sequences, compute_response_logps, compute_response_values
 from recipes_lib.rl.rollout_schedule import Stream
-from recipes_lib.training.collectives import barrier
 from recipes_lib.training.guards.preemption import agreeing_on_stop, raise_if_stop_pending
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -119,7 +119,7 @@ class Collector:
         early = self._take()
         self._load()
         # All ranks may use one server, which has the new weights only once the main process has sent them.
-        barrier()
+        PartialState().wait_for_everyone()
         ends.append(time.perf_counter())
         rollout = self._sample(list(prompts), numbers, early)
         if self._pool is not None and following is not None:
@@ -147,7 +147,7 @@ class Collector:
         if self._request is not None:
             self._request.exception()
         # One server may answer all processes.
-        barrier()
+        PartialState().wait_for_everyone()
 
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
         """Sample and score answers; return them as tokens, and as texts without special tokens.

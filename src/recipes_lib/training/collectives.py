@@ -44,12 +44,6 @@ def get_world_size(group: Group = None) -> int:
     return distributed.get_world_size(group) if is_distributed() else 1
 
 
-def barrier() -> None:
-    """Block until every process has called."""
-    if is_distributed():
-        distributed.barrier()
-
-
 def new_host_group() -> Group:
     """Create a gloo group of all ranks, whose collectives may take a year; all ranks must call.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -135,3 +137,56 @@ def test_quantised_optimizer_states_are_restored_bit_identically(tmp_path, optim
     assert all(torch.equal(before, after) for before, after in pairs)
     assert torch.equal(one.state[parameters["narrow"]]["exp_avg"], other.state[parameters["narrow"]]["exp_avg"])
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+
+
+class OnDevice(torch.Tensor):
+    """Float32 values that ``cpu`` copies, as from a GPU."""
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+class Quantised(torch.Tensor):
+    """Quantised state, as torchao's, that remembers what it was dequantised to on its device."""
+
+    made: ClassVar[list[StorageWeakRef]] = []
+
+    def __tensor_flatten__(self):
+        return ["qmap"], self
+
+    @staticmethod
+    def __tensor_unflatten__(parts, state):
+        return state
+
+    def dequantize(self, dtype):
+        values = torch.ones(4, dtype=dtype).as_subclass(OnDevice)
+        self.made.append(StorageWeakRef(values.untyped_storage()))
+        return values
+
+
+class Quantising(torch.optim.SGD):
+    """Optimizer that creates the buffers of its states on another device than that of its parameters."""
+
+    def _new_buffer(self, parameter, signed):
+        self.defaults.setdefault("made", []).append(torch.zeros(parameter.shape))
+        return self.defaults["made"][-1]
+
+
+def test_quantised_states_are_not_in_float32_on_the_device_together(tmp_path):
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in "abc"}
+    optimizer = torch.optim.SGD(parameters.values())
+    for parameter in parameters.values():
+        state = torch.zeros(4, dtype=torch.uint8).as_subclass(Quantised)
+        state.qmap = torch.ones(2)
+        optimizer.state[parameter] = {"exp_avg_sq": state}
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    write = copy_optimizer_shards(tmp_path, Trained(parameters, optimizer), saver)
+    assert len(Quantised.made) == 3
+    assert all(made.expired() for made in Quantised.made)
+    write()
+    (file,) = (tmp_path / "optimizer_shards").glob("*.safetensors")
+    assert all(torch.equal(values, torch.ones(4)) for values in load_file(file).values())
+    on_device = {name: nn.Parameter(torch.zeros(4, device="meta")) for name in "abc"}
+    resumed = Quantising(on_device.values())
+    load_optimizer_shards(tmp_path, Trained(on_device, resumed))
+    assert torch.equal(torch.stack(resumed.defaults["made"]), torch.ones(3, 4))

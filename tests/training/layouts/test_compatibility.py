@@ -107,6 +107,13 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
     (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
+    (
+        ({}, launch(precision="fp8")),
+        [
+            ({}, launch(precision="fp8", fsdp_cpu_ram_efficient_loading=False)),
+            ({}, launch("MULTI_GPU", precision="fp8")),
+        ],
+    ),
     (({}, {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}), [({}, mesh(tp=4)), ({}, TENSORS)]),
     (({}, mesh(dp_replicate=2, tp=2)), [({}, TENSORS), ({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, cut("fp16")), [({}, cut("no")), ({}, TENSORS), ({}, launch(precision="fp16"))]),
@@ -267,7 +274,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "not tested with context parallelism"),
     ({}, cut("fp8"), "8-bit layers do not support tensor"),
     ({}, cut(fsdp_activation_checkpointing=True), "ignores both"),
-    *((each, launch(precision="fp8"), "no loss scaler") for each in (PPO, {"recipe": "grpo"})),
+    *((each, launch("MULTI_GPU", precision="fp8"), "no loss scaler") for each in (PPO, {"recipe": "grpo"})),
     (RLOO, ZERO, "DeepSpeed supports one model"),
     (PPO | {"use_transformers_continuous_batching": True}, FSDP, "generates in another thread"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),

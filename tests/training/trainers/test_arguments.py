@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import AORecipeKwargs
 from tests.training.configurations import build_recipe
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -237,14 +238,20 @@ def test_other_precisions_have_no_requirements(precision):
     verify_fp8(precision)
 
 
-def test_fp8_of_launch_file_disables_default_bf16(tmp_path, monkeypatch):
+def test_fp8_of_launch_file_disables_default_bf16_and_keeps_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")  # As `accelerate launch` sets it.
     monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_fp8", lambda precision: None)
     monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_compiler", lambda compilation: None)
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
     args = build_training_arguments(make_config(tmp_path), launch, has_eval=False)
     assert args.mixed_precision == "fp8"
     assert not args.bf16
+    # In place of torchao's: with its all-gather in 8 bits, accelerate would replace weights that the optimizer has.
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace(Float8LinearConfig=SimpleNamespace))
+    monkeypatch.setattr("accelerate.utils.dataclasses.is_torchao_available", lambda: True)
+    assert not AORecipeKwargs().config.enable_fsdp_float8_all_gather
 
 
 def test_fp8_refuses_model_without_convertible_layer():

@@ -165,6 +165,8 @@ def load_optimizer_shards(folder: Path, trained: Trained, *, is_part: bool = Fal
         is_part: Whether to ignore states of parameters that other pipeline stages hold.
     """
     source, parameters = folder / OPTIMIZER_SHARDS, trained.parameters
+    # Not quantised yet, they would take more memory than the GPU has left (``_widen``).
+    place = "cpu" if _find_quantiser(trained.optimizer) else None
     states: dict[str, Tensor] = {}
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, tensor in _read_described(source).items():
@@ -174,7 +176,8 @@ def load_optimizer_shards(folder: Path, trained: Trained, *, is_part: bool = Fal
         parameter, dtype = parameters[name].detach(), tensor.properties.dtype
         # States of the parameter's shape are sharded like it; others, such as the step, are replicated.
         is_alike = tensor.size == parameter.shape
-        value = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
+        alike = {"dtype": dtype, "device": place}
+        value = torch.zeros_like(parameter, **alike) if is_alike else torch.zeros(tensor.size, dtype=dtype)
         states[full_name] = by_parameter.setdefault(parameters[name], {})[key] = value
     _load(source, states)
     _restore(trained.optimizer, by_parameter, read_json(source / _GROUPS))
@@ -293,17 +296,24 @@ def _widen(state: Tensor) -> Tensor:
     values = parts["qmap"]
     parts["qmap"] = torch.where(values == values.min(), -values.max(), values) if values.min() < 0 else values
     kind: Any = type(local)
-    return _wrap(kind.__tensor_unflatten__(parts, context).dequantize(torch.float32), state)
+    # To the host at once: together, the states in float32 would take 8 bytes of GPU memory per parameter.
+    return _wrap(kind.__tensor_unflatten__(parts, context).dequantize(torch.float32).cpu(), state)
+
+
+def _find_quantiser(optimizer: Any) -> Any:
+    """Return the method by which one of torchao's (0.18) optimizers creates quantised states; ``None`` for others."""
+    return getattr(getattr(optimizer, "optimizer", optimizer), "_new_buffer", None)  # Of an ``AcceleratedOptimizer``.
 
 
 def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Requantise the states of a parameter if its optimizer is torchao's (0.18), which creates buffers itself."""
-    build = getattr(optimizer, "_new_buffer", None)
+    """Requantise the states of a parameter if its optimizer quantises them."""
+    build = _find_quantiser(optimizer)
     if build is None:
         return dict(states)
     narrow = {key: build(parameter.detach(), signed=key == "exp_avg") for key in states.keys() - {"step"}}
     for key, state in narrow.items():
-        state.copy_(states[key])
+        local = get_local(state)
+        local.copy_(get_local(states[key]).to(local.device))
     return {**states, **narrow}
 
 
@@ -391,7 +401,6 @@ def _restore(
         for group, described in zip(optimizer.param_groups, packed, strict=True)
         for parameter, number in zip(group["params"], described["params"], strict=True)
     }
-    inner = getattr(optimizer, "optimizer", optimizer)  # Unwrap ``AcceleratedOptimizer``.
-    state = {numbers[one]: _narrow(inner, one, states) for one, states in by_parameter.items() if states}
+    state = {numbers[one]: _narrow(optimizer, one, states) for one, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})

@@ -123,6 +123,7 @@ def _list_conditions(keys: Keys, launch: Launch) -> dict[str, object]:
         "gathering save": layout.gathers_on_save,
         "recomputation": layout.recomputes,
         "offloaded weights": layout.offloads_weights,
+        "one loading rank": layout.loads_once,
         "offloaded optimizer": layout.offloads_optimizer,
         "mesh": layout.sizes,
         "filled mesh": stages * math.prod(layout.sizes.values()) == launch.world_size,

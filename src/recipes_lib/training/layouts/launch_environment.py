@@ -67,6 +67,7 @@ class Layout:
         has_strategy: Whether FSDP has a sharding strategy of FSDP1 other than ``fsdp_sharding_strategy: FULL_SHARD``.
         recomputes: Whether FSDP applies activation checkpointing.
         offloads_weights: Whether FSDP offloads weights to the host.
+        loads_once: Whether only rank 0 loads weights for FSDP, as ``accelerate launch`` has it by default.
         sizes: Size of each mesh dimension (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) above 1.
         zero_stage: ZeRO stage of DeepSpeed.
         gathers_on_save: Whether ZeRO-3 gathers weights on saving.
@@ -82,6 +83,7 @@ class Layout:
     has_strategy: bool = False
     recomputes: bool = False
     offloads_weights: bool = False
+    loads_once: bool = True
     sizes: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = 2
     gathers_on_save: bool = False
@@ -209,6 +211,7 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
         has_strategy=reshards.lower() not in ("true", "false") or strategy.upper() not in ("1", "FULL_SHARD", "NONE"),
         recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
         offloads_weights=_is_true(env, "FSDP_OFFLOAD_PARAMS"),
+        loads_once=env.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "true").lower() in {"1", "true"},
         sizes={name: size for name, size in sizes.items() if size > 1},
         zero_stage=_read_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
         gathers_on_save=_is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
@@ -292,13 +295,15 @@ def read_environment() -> Mapping[str, str]:
 
 
 def disable_accelerate_parallelism(launch: Launch) -> None:
-    """Disable accelerate's tensor, context and pipeline parallelism, which this library implements.
+    """Disable accelerate's tensor, context and pipeline parallelism, which this library implements, and 8-bit gathers.
 
     accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support models that transformers
     shards during loading. It would shard a pipeline stage over all ranks instead of those with the stage. Its context
     parallelism drops attention masks (ring attention under FSDP, sdpa under DeepSpeed), so packed documents would
-    attend to each other, and under DeepSpeed it doubles gradients at ZeRO-1 and 2.
+    attend to each other, and under DeepSpeed it doubles gradients at ZeRO-1 and 2. For an all-gather in 8 bits, under
+    fp8 also of one process, it replaces weights after the optimizer was created, which would update the former ones.
     """
+    os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.pipeline_stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
         os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
