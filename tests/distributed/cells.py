@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests import tiny
 from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_rows
@@ -105,9 +104,9 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, teacher, tokenizer and data of all cells."""
+    """Write models, tokenizer and data of all cells."""
     recipe_runs.write_inputs(folder)
-    teacher = tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
+    teacher = folder / "teacher"
     recipe_runs.write_chats(folder / "earlier.jsonl", range(100, 130))
     model = load_causal_lm(ModelConfig(model_name_or_path=str(teacher)), "eager")
     diagonal = {name: (7 * parameter.detach()).sin().abs() for name, parameter in model.named_parameters()}
@@ -124,12 +123,7 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
             "gradient_accumulation_steps": accumulation,
             "per_device_train_batch_size": 8 // accumulation // num_processes,
         }
-        if recipe == "distill":
-            recipe_keys = recipe_runs.make_keys(
-                inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher"
-            )
-        else:
-            recipe_keys = recipe_runs.make_keys(inputs, recipe, num_processes)
+        recipe_keys = recipe_runs.make_keys(inputs, recipe, num_processes)
         if "steps_per_generation" in recipe_keys:
             batch["steps_per_generation"] = 2 * accumulation
         of_inputs = {name: inputs / more[name] for name in ("replay_dataset", "ewc_reference") if name in more}
