@@ -17,8 +17,10 @@ from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_rows
 
+from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.model_files import list_model_files
 from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
 from recipes_lib.training.trainers.reference import hash_weights
 
@@ -188,6 +190,18 @@ def measure_weight_gap(one: Path, two: Path) -> float:
     assert weights[0].keys() == weights[1].keys() != set()
     gaps = (weights[1][name].sub(tensor).abs().nan_to_num(nan=math.inf) for name, tensor in weights[0].items())
     return max(float(gap.max()) for gap in gaps)
+
+
+def assert_exported(run: Path, step: int, exported: Path) -> None:
+    """Assert that the export of the checkpoint of the last step is the model that the run has written."""
+    export_checkpoint(run / f"checkpoint-{step}", exported)
+    names = list_model_files(run)
+    assert list_model_files(exported) == names
+    assert measure_weight_gap(run, exported) == 0
+    # ``inference_mode`` of an adapter's differs, which PEFT sets when it loads one.
+    for name in names:
+        if not name.startswith("adapter") and not name.endswith(".safetensors"):
+            assert (exported / name).read_bytes() == (run / name).read_bytes(), name
 
 
 def assert_same_run(expected: Path, run: Path, tolerance: float = 1e-5) -> set[str]:
