@@ -26,33 +26,21 @@ from tests.faults import recipe_runs
 NUM_STEPS = 6
 MEASURED = ("seconds", "per_second", "per_s", "memory", "mfu", "time", "_ms")
 """Parts of the names of metrics that depend on the clock or the machine."""
-MORE: Mapping[str, Mapping[str, Any]] = {
-    "distill": {"dataset_name": "chats.jsonl", "teacher_model_name_or_path": "teacher", "feature_weight": 0.5},
-}
-"""Keys of the recipes that ``tests/faults`` does not run."""
-RECIPE_NAMES = (*recipe_runs.RECIPE_NAMES, *MORE)
 
 
 def write_inputs(folder: Path) -> None:
     """Write models, tokenizer and data of all recipes, and a module with the reward function."""
-    from tests import tiny
-
     folder.mkdir(parents=True, exist_ok=True)
     recipe_runs.write_inputs(folder)
     # A copy, because modules of tests may move between two commits.
     source = "\n\n".join(map(inspect.getsource, (recipe_runs.prefer_short, recipe_runs.measure_shortness)))
     (folder / "rewards.py").write_text(f"import random\nfrom typing import Any\n\n\n{source}", encoding="utf-8")
-    tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
 
 
 def make_keys(inputs: Path, recipe: str) -> dict[str, Any]:
     """Return the keys of a run without ``output_dir``."""
     short = {"max_steps": NUM_STEPS, "save_steps": 2, "save_total_limit": 9, "prepared_dir": inputs / "prepared"}
-    if recipe not in MORE:
-        keys = recipe_runs.make_keys(inputs, recipe) | short
-    else:
-        keys = {"model_name_or_path": inputs / "model", **recipe_runs.COMMON, **short, **MORE[recipe]}
-        keys |= {key: inputs / keys[key] for key in ("dataset_name", "teacher_model_name_or_path") if key in keys}
+    keys = recipe_runs.make_keys(inputs, recipe) | short
     if recipe.split()[0] in ("ppo", "grpo", "rloo"):
         del keys["prepared_dir"]  # Earlier commits refuse it.
         keys["reward_funcs"] = "[rewards:prefer_short]"
@@ -116,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--recipes", nargs="+", choices=RECIPE_NAMES, default=RECIPE_NAMES)
+    parser.add_argument("--recipes", nargs="+", choices=recipe_runs.RECIPE_NAMES, default=recipe_runs.RECIPE_NAMES)
     options = parser.parse_args(argv)
     before, after, output = (path.resolve() for path in (options.before, options.after, options.output))
     write_inputs(output / "inputs")

@@ -173,11 +173,15 @@ def test_check_inspects_existing_models_and_data(recipes, tmp_path: Path) -> Non
     (tmp_path / "chats.jsonl").write_text("")
     keys = {"model_name_or_path": str(tmp_path), "dataset_name": f"{tmp_path}/chats.jsonl", "max_length": 64}
     path = tmp_path / "p.yaml"
-    path.write_text(json.dumps({"stages": {"sft": {"recipe": "sft", "set": keys}}}))
+    # The output of a stage that has not run, outside of `output_dir`.
+    model = {"run": "true", "output": str(tmp_path / "elsewhere" / "model")}
+    later = {"recipe": "sft", "set": keys | {"model_name_or_path": "${model.output}"}}
+    path.write_text(json.dumps({"stages": {"sft": {"recipe": "sft", "set": keys}, "model": model, "later": later}}))
     recipes("run", path, "--check", "--keys", "--output_dir", tmp_path / "o")
     output = recipes("run", path, "--check", "--output_dir", tmp_path / "o", code=2)
     assert "sft: recipes check" in output
     assert "problems above" in output
+    assert "later: recipes check" not in output
 
 
 def test_table_shows_metric_of_gate_first(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.distributed import sharding
-from tests.distributed.cells import FULL_PRECISION, assert_resumed, measure_weight_gap, read_weights, resume
+from tests.distributed.cells import (
+    FULL_PRECISION,
+    assert_exported,
+    assert_resumed,
+    measure_weight_gap,
+    read_weights,
+    resume,
+)
 from tests.forked import run_forked
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter
@@ -274,6 +281,14 @@ def test_final_models_are_whole_and_load_in_transformers(sharded: tuple[Path, di
         assert not any(report.values())
         assert not type(model).__name__.startswith("FSDP")
         assert AutoTokenizer.from_pretrained(place).pad_token == "<pad>"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["ppo", "ppo adapters"])
+def test_exported_sharded_checkpoint_is_final_policy(
+    sharded: tuple[Path, dict[str, Any]], name: str, tmp_path: Path
+) -> None:
+    assert_exported(sharded[0] / "two" / name, 8, tmp_path / "exported")
 
 
 @pytest.mark.multiprocess

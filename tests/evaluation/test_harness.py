@@ -338,5 +338,5 @@ def test_non_causal_model_is_refused(model: Path, tasks: Path, change: dict[str,
 
 def test_sharded_checkpoint_is_refused_with_export_command(tmp_path: Path, tasks: Path) -> None:
     (tmp_path / "model_shards").mkdir()
-    with pytest.raises(ConfigError, match="is a checkpoint in shards"):
+    with pytest.raises(ConfigError, match="is a training checkpoint, not a model"):
         describe_model(build(tmp_path, tasks))

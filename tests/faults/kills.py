@@ -176,6 +176,7 @@ STOPPED_IN = {
     "pretrain": {"step": ((2, 12), (0, 1)), "saving": ((1, 4), (0, 1))},
     "reward": {"saving": ((1, 4), (0, 1))},
     "lora": {"step": ((2, 12), (0, 1)), "adapter export": ((1, 1), (0,))},
+    "distill on policy with layers": {"step": ((2, 12), (0, 1)), "sampling": ((2, 40), (0, 1))},
     "ppo": {
         "loading": ((1, 1), (0, 1)),
         "sampling": ((2, 40), (0, 1)),
@@ -220,7 +221,7 @@ def stop_one_of_two_ranks(harness: Harness, trial: Trial, random: Random) -> Non
 
 def kill_one_of_two_ranks(harness: Harness, trial: Trial, random: Random) -> None:
     """Kill one of two ranks in training: the other one exits and names it, and the run resumes."""
-    recipe, rank = harness.draw(random, "sft", "pretrain", "lora", "dpo", "ppo"), random.randint(0, 1)
+    recipe, rank = harness.draw(random), random.randint(0, 1)
     number = random.randint(40, 400)
     trial.what = f"{recipe}, rank {rank}, event {number} of training"
     reference = harness.reference(recipe, 2)

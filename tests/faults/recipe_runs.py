@@ -30,6 +30,7 @@ COMMON = {
     "gradient_accumulation_steps": 2,
 }
 SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 8}
+_CHATS: Mapping[str, Any] = {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES
 _PPO: Mapping[str, Any] = {
     # Two optimizer steps of each learner per iteration.
     "test_split_size": 6,
@@ -54,12 +55,15 @@ _GROUPS: Mapping[str, Any] = {
 }
 OF_RECIPE: Mapping[str, Mapping[str, Any]] = {
     # Recipe, and after a space its variant -> its keys.
-    "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
+    "sft": _CHATS,
     "pretrain": {"test_split_size": 0.1, "max_length": 32, "model_config": SHAPE} | SAMPLES,
     "lora": {"test_split_size": 6, "packing": "false", "lora_r": 4} | SAMPLES,
     "dpo": {"test_split_size": 4, "num_sample_prompts": 0, "loss_type": '["sigmoid", "sft"]'},
     "dpo adapter": {"test_split_size": 4, "num_sample_prompts": 0, "use_peft": "true", "lora_r": 4},
     "reward": {"test_split_size": 6},
+    "distill": _CHATS,
+    "distill on policy with layers": _CHATS
+    | {"packing": "false", "feature_weight": 0.5, "lmbda": 0.5, "response_length": 8},
     "ppo": _PPO,
     "ppo adapter": _PPO | {"use_peft": "true", "lora_r": 4},
     "rloo": _GROUPS,
@@ -69,6 +73,7 @@ RECIPE_NAMES = tuple(OF_RECIPE)
 DATA = {
     "sft": "chats",
     "lora": "chats",
+    "distill": "chats",
     "dpo": "pairs",
     "reward": "pairs",
     "pretrain": "documents",
@@ -77,9 +82,10 @@ DATA = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, tokenizer and datasets of all recipes."""
+    """Write model, teacher, tokenizer and datasets of all recipes."""
     tokenizer = tiny.build_tokenizer()
     tiny.save_model(folder / "model", tokenizer)
+    tiny.save_model(folder / "teacher", tokenizer, seed=1)
     tokenizer.save_pretrained(folder / "tokenizer")
     write_rows(folder / "prompts.jsonl", ({"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(60)))
     write_chats(folder / "chats.jsonl", range(1, 60))
@@ -105,6 +111,8 @@ def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> d
         keys["tokenizer_name_or_path"] = folder / "tokenizer"
     else:
         keys["model_name_or_path"] = folder / "model"
+    if recipe == "distill":
+        keys["teacher_model_name_or_path"] = folder / "teacher"
     batch = {"gradient_accumulation_steps": 2 // num_processes}
     if recipe in ("rloo", "grpo"):
         batch["steps_per_generation"] = 4 // num_processes

@@ -254,13 +254,12 @@ def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     assert not canary.exists()
 
 
-def test_checkpoint_in_shards_is_refused_with_export_command(model_dir: Path) -> None:
-    (model_dir / "model_shards").mkdir()
-    (model_dir / "model.safetensors").rename(
-        model_dir / "model_shards" / "shard-00001-model-00001-of-00001.safetensors"
-    )
+@pytest.mark.parametrize("name", ["model_shards/shard-00001-model-00001-of-00001", "policy/model_shards/a", "policy"])
+def test_checkpoint_is_refused_with_export_command(model_dir: Path, name: str) -> None:
+    (weights := model_dir / f"{name}.safetensors").parent.mkdir(parents=True, exist_ok=True)
+    (model_dir / "model.safetensors").rename(weights)
     where, found, remedy = catch_problem(lambda: load_causal_lm(config_for(model_dir), "sdpa"))
-    assert (where, found) == ("model_name_or_path", f"{model_dir} is a checkpoint in shards")
+    assert (where, found) == ("model_name_or_path", f"{model_dir} is a training checkpoint, not a model")
     assert f"recipes export {model_dir} FOLDER" in remedy
 
 

@@ -26,8 +26,6 @@ def inputs(inputs: Path) -> Path:
 
 
 def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, Any]]:
-    if recipe == "distill":  # Reads the rows of SFT.
-        recipe, keys = "sft", keys | {"teacher_model_name_or_path": inputs / "model"}
     data = recipe_runs.DATA[recipe]
     sets = json.dumps({"web": str(inputs / f"{data} web.jsonl"), "own": {"name": str(inputs / f"{data} web.jsonl")}})
     usual = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_datasets": sets}
@@ -37,8 +35,7 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
         usual["num_sample_prompts"] = 0
     if recipe == "dpo":
         usual |= {"loss_type": '["sigmoid"]', "precompute_ref_log_probs": "true"}
-    script = "distill" if "teacher_model_name_or_path" in keys else recipe
-    assert sharding.run_recipe(script, recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)) == 0
+    assert sharding.run_recipe(recipe, recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)) == 0
     return read_events(folder, "eval")
 
 
@@ -54,7 +51,7 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
     ],
 )
 def test_named_dataset_has_metrics_of_held_out_set(inputs: Path, tmp_path: Path, recipe: str) -> None:
-    own = str(inputs / f"{recipe_runs.DATA.get(recipe, 'chats')} web.jsonl")
+    own = str(inputs / f"{recipe_runs.DATA[recipe]} web.jsonl")
     events = run(inputs, tmp_path, recipe, dataset_test_split=own)
     assert len(events) >= 2
     for event in events:

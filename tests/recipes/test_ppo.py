@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed import sharding
+from tests.distributed.cells import assert_exported
 from tests.forked import run_script
 from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -74,6 +75,7 @@ def test_run_writes_model_record_and_report(tiny_model_dir, folder):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert set(model.generation_config.eos_token_id) == ends
     assert not (finished / "training_args.bin").exists()
+    assert_exported(finished, 12, folder / "exported")
 
 
 def test_adapter_is_saved_without_critic(run_here, folder):
@@ -83,6 +85,7 @@ def test_adapter_is_saved_without_critic(run_here, folder):
     assert not (out / "critic").exists()
     adapted = AutoModelForCausalLM.from_pretrained(out)
     assert any(parameter.any() for name, parameter in adapted.named_parameters() if "lora_B" in name)
+    assert_exported(out, 4, folder / "exported adapter")
 
 
 def test_reward_model_scores_and_initialises_critic(run_here, tiny_model_dir, folder):

@@ -15,6 +15,7 @@ from tests.training.configurations import build_recipe
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
+from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
@@ -421,13 +422,16 @@ def test_output_dir_that_cannot_be_created_or_written_is_refused(tmp_path):
         start_run(make_config(tmp_path), ONE)
 
 
-def test_output_dir_renamed_during_run_is_reported(tmp_path):
+@pytest.mark.parametrize(
+    "use", [lambda folder: (folder / "metrics.jsonl").write_text(""), lambda f: verify_weights(f, {})]
+)
+def test_output_dir_renamed_during_run_is_reported(tmp_path, use):
     there, away = tmp_path / "there", tmp_path / "away"
     run = start_run(make_config(there), ONE)
     checkpoint = write_checkpoint(there, 5)
     there.rename(away)
     with pytest.raises(ConfigError, match="is missing: it was renamed"), run.recording_its_end():
-        (there / "metrics.jsonl").write_text("")
+        use(there)
     assert not there.exists()
     away.rename(there)
     assert start_run(make_config(there), ONE).resume_from == checkpoint

@@ -76,8 +76,9 @@ def check(argv: Sequence[str]) -> int:
 def watch(argv: Sequence[str]) -> int:
     """``recipes eval watch``: evaluate every checkpoint of a run while it trains elsewhere, until it ends.
 
-    Weights are hard-linked, or exported if they are sharded, so that the run may delete the checkpoint meanwhile.
-    Results are written to ``eval/checkpoint-N`` in the folder of the run; checkpoints with results are skipped.
+    Weights are hard-linked, or exported if transformers does not load them (shards, RL), so that the run may delete the
+    checkpoint meanwhile. Results are written to ``eval/checkpoint-N`` in the folder of the run; checkpoints with
+    results are skipped.
 
     Raises:
         ConfigError: The folder holds no run.
@@ -121,12 +122,13 @@ def _is_running(record: Path) -> bool:
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:
     """Run ``recipes eval`` in a subprocess, on a link or an export of a checkpoint's weights; return its exit code."""
+    from recipes_lib.models.model_files import is_model
     from recipes_lib.training.checkpoints.manifest import is_complete
 
     recipes, model, code = [sys.executable, "-P", "-m", "recipes_lib.cli"], folder / "model", EXIT_DONE
     shutil.rmtree(model, ignore_errors=True)
     try:
-        if list(checkpoint.glob("*.safetensors")):
+        if is_model(checkpoint):
             model.mkdir(parents=True)
             for file in checkpoint.iterdir():
                 if file.is_file() and file.suffix not in _STATES:

@@ -184,13 +184,13 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
         ConfigError: Problems of all stages.
     """
     problems: list[Problem] = []
-    outputs = {stage.name: stage.output for stage in pipeline.stages}
+    # Before placeholders are created, also at outputs outside of ``output_dir``.
+    existing = {stage.name for stage in pipeline.stages if stage.output.exists()}
     state = read_state(pipeline.output_dir / STATE_FILE)
     with _using_placeholders(path) as (placeholder, put_output):
         for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"
-            has_inputs = all(outputs[need].exists() for need in real.needs)
-            if real.recipe and real.name in inspected and has_inputs and not is_done:
+            if real.recipe and real.name in inspected and existing.issuperset(real.needs) and not is_done:
                 sys.stdout.write(f"\n{real.name}: recipes check\n")
                 with _naming_problems(real.name, problems):
                     _inspect(real)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONVERTER: Final = "convert_hf_to_gguf.py"
 """Conversion script of llama.cpp."""
-_OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
+_OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "ppo_state.json", "model.safetensors.index.json")
 """JSON files of a checkpoint that are not copied."""
 
 
@@ -56,12 +56,12 @@ def main_export(argv: Sequence[str]) -> None:
 
 
 def export_checkpoint(checkpoint: Path, output: Path) -> int:
-    """Write the model or adapter of a checkpoint as its run would at the end, and verify what was written.
+    """Write the model or adapter of a checkpoint (of RL, the policy) as its run would at the end, and verify it.
 
     Host memory holds the weights once, and the largest tensors temporarily twice.
 
     Args:
-        checkpoint: Complete checkpoint of a recipe with one model.
+        checkpoint: Complete checkpoint.
         output: Folder to write; it must not exist, or must be empty.
 
     Returns:
@@ -149,8 +149,8 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     from recipes_lib.training.checkpoints.sharded import read_whole_weights
 
     if not (checkpoint / "config.json").exists():
-        found = "holds no single model: a checkpoint of PPO holds policy and critic"
-        raise ConfigError(Problem(str(checkpoint), found, "let the run end: the model is in its output directory"))
+        remedy = "let the run end: the model is in its output directory"
+        raise ConfigError(Problem(str(checkpoint), "has no config.json", remedy))
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     name = next(iter(config.architectures or ()), "no architecture")
     architecture: Any = getattr(transformers, name, None)

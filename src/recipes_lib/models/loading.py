@@ -42,7 +42,7 @@ from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeCon
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
-from recipes_lib.models.model_files import MODEL_SHARDS, find_damage, is_model
+from recipes_lib.models.model_files import MODEL_SHARDS, POLICY, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import (
     build_dequantization,
@@ -233,14 +233,16 @@ def hide_progress_bars() -> Any:
 
 
 def verify_folder(name: str) -> None:
-    """Raise a ``ConfigError`` for a folder that is no model: a training checkpoint in shards, or with an adapter in it.
+    """Raise a ``ConfigError`` for a folder that is no model: a checkpoint in shards or of RL, or with an adapter in it.
 
     Args:
         name: Folder; Hub ids pass.
     """
     folder, found = Path(name), ""
-    if (folder / MODEL_SHARDS).is_dir() and not is_model(folder):
-        found, remedy = f"{name} is a checkpoint in shards", f"run `recipes export {name} FOLDER`, and name FOLDER"
+    parts = (MODEL_SHARDS, POLICY, f"{POLICY}.safetensors")
+    if any((folder / part).exists() for part in parts) and not is_model(folder):
+        found = f"{name} is a training checkpoint, not a model"
+        remedy = f"run `recipes export {name} FOLDER`, and name FOLDER"
     elif all((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         # transformers would load the sum of both, and train nothing.
         found = f"{name} has an adapter beside the config.json of a model"

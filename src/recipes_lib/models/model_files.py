@@ -18,6 +18,8 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MODEL_SHARDS: Final = "model_shards"
 """Folder of the weights in a checkpoint of FSDP2, tensor or pipeline parallelism, which transformers does not read."""
+POLICY: Final = "policy"
+"""Name of the policy's weights in a checkpoint of RL: a safetensors file, or a folder with shards."""
 TEMPLATES: Final = "additional_chat_templates"
 """Folder of a tokenizer's chat templates besides the default one."""
 MODEL_FILES: Final = (

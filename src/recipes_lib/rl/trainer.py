@@ -30,7 +30,9 @@ from recipes_lib.rl.rollout_schedule import choose_prompts
 from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP, StopPendingError
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
+from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.model_layout import save_description
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE
 from recipes_lib.training.guards.preemption import agreeing_on_stop, close_preempted, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -363,12 +365,19 @@ class PolicyTrainer:
             raise
 
     def _save(self) -> None:
-        self._saver.save(stage_state(self._saver, self.state, self._learners))
+        self._saver.save(self._stage())
         self._saved_step = self.state.step
+
+    def _stage(self, folder: str = STAGING, *, compares: bool = False) -> Staged:
+        staged = stage_state(self._saver, self.state, self._learners, folder, compares=compares)
+        # Resuming does not need them: for `recipes export`, as an earlier policy may be the better one.
+        if self._saver.is_main:
+            save_description(staged.folder, self._models.policy, self._tokenizer)
+        return staged
 
     def _dry_run(self) -> None:
         self._saver.dry_run(
-            lambda folder: stage_state(self._saver, self.state, self._learners, folder, compares=True),
+            functools.partial(self._stage, compares=True),
             lambda: count_bytes(*((each.parameters, each.optimizer.state_dict()) for each in self._learners.values())),
             num_steps=self.schedule.num_steps,
             num_epochs=self.schedule.num_epochs,

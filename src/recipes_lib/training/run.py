@@ -214,7 +214,7 @@ class Run:
             return LostPeerError(lost)
         if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
             return error
-        if isinstance(error, OSError) and not self.output_dir.is_dir():
+        if not self.output_dir.is_dir():  # Of any kind: of an operation, or of the verification of what was written.
             found = "is missing: it was renamed or deleted, or its disk was unmounted"
             return ConfigError(Problem(str(self.output_dir), found, "restore it and run the same command"))
         if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(self.output_dir):

@@ -239,13 +239,7 @@ class ShardedLayout(ModelLayout):
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
         """Copy the trainable shards; the main process writes configurations and tokenizer."""
         if saver.is_main:
-            base = unwrap_adapter(model)
-            configs = model.peft_config.values() if is_adapter(model) else [model.config]
-            # As in ``save_pretrained``. ``fully_shard`` replaces the class by a subclass named ``FSDP<class>``.
-            base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
-            generation = [base.generation_config] if base.can_generate() else []
-            for part in (*configs, *generation, tokenizer):
-                part.save_pretrained(folder)
+            save_description(folder, model, tokenizer)
         return [copy_model_shards(folder, read_trained_state(model), saver, list_frozen(model))]
 
     def save_optimizer(self, folder: Path, trained: Trained, saver: CheckpointSaver) -> Sequence[Task] | None:
@@ -317,6 +311,17 @@ class PipelineLayout(ShardedLayout):
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes
         return shapes
+
+
+def save_description(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Save configurations and tokenizer of a model or of its active adapter, without weights."""
+    base = unwrap_adapter(model)
+    config = model.peft_config[model.active_adapter] if is_adapter(model) else model.config
+    # As in ``save_pretrained``. ``fully_shard`` replaces the class by a subclass named ``FSDP<class>``.
+    base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
+    generation = [base.generation_config] if base.can_generate() else []
+    for part in (config, *generation, tokenizer):
+        part.save_pretrained(folder)
 
 
 def _save_generation_config(folder: Path, model: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -25,7 +26,7 @@ from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.inference import find_device
-from recipes_lib.models.model_files import MODEL_SHARDS
+from recipes_lib.models.model_files import MODEL_SHARDS, POLICY
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
@@ -121,11 +122,14 @@ def load_whole_model(folder: Path, model: Any) -> None:
 
 
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the unsharded weights of a checkpoint, sharded or not, in host memory.
+    """Return the unsharded weights of a checkpoint, of RL the policy's, sharded or not, in host memory.
 
     Args:
         folder: Checkpoint folder, already verified.
     """
+    if (policy := folder / f"{POLICY}.safetensors").is_file():
+        return load_file(policy)
+    folder = folder / POLICY if (folder / POLICY).is_dir() else folder
     source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
     weights = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
