@@ -13,7 +13,7 @@ from tests.training.trajectories import make_packs
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.errors import DivergedError
+from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as export
 from recipes_lib.publish.final_model import export_model
@@ -150,12 +150,15 @@ def test_changed_base_weights_are_detected(make_run):
         export_model(trainer, folder)
 
 
-def test_wrong_base_model_is_detected(make_run, tmp_path):
+def test_wrong_or_missing_base_model_is_detected(make_run, tmp_path):
     trainer, folder = make_run()
     other = AutoModelForCausalLM.from_config(trainer.model.get_base_model().config)
     other.save_pretrained(tmp_path / "other")
     trainer.model.peft_config["default"].base_model_name_or_path = str(tmp_path / "other")
     with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
+        export_model(trainer, folder)
+    (tmp_path / "other").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="other is neither a folder nor a Hub id"):
         export_model(trainer, folder)
 
 

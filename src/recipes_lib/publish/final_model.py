@@ -149,6 +149,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     Raises:
         BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
             differ by more than rounding.
+        ConfigError: The base cannot be loaded again, as after it was moved.
         DivergedError: The adapter was saved correctly, but training left some of its B matrices at zero.
     """
     # PiSSA and similar adapters are restated for the original base, with a larger rank than was trained.
@@ -157,12 +158,13 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     # Under ZeRO-3 sharded weights are empty placeholders.
     shapes = {name: None if is_restated or not tensor.numel() else tensor.shape for name, tensor in trained.items()}
     verify_weights(folder, shapes, ADAPTER_WEIGHTS)
-    try:
-        with zero3_init_disabled():
+    with zero3_init_disabled():
+        fresh = load_fresh_base(model)
+        try:
             task: Any = model.peft_config[model.active_adapter].task_type
-            reopened = load_adapter(load_fresh_base(model), str(folder), task_type=task)
-    except ConfigError as error:
-        raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
+            reopened = load_adapter(fresh, str(folder), task_type=task)
+        except ConfigError as error:
+            raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
     # DeepSpeed casts all weights to its compute dtype, whose rounding the fresh model must share.
     if (dtype := model.get_base_model().dtype) != reopened.get_base_model().dtype:
         for parameter in filter(torch.is_floating_point, reopened.parameters()):
@@ -171,7 +173,8 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     shift = find_logit_shift(reopened, logits)
     if shift is not None:
         raise BrokenSaveError(
-            f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"
+            f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest. If "
+            "the base was replaced during the run, restore it and run the same command"
         )
     # Exactly, because rounding of a deep model can hide a small difference in its logits.
     differing = [] if is_restated else _find_differences(trained, read_adapter_state(reopened))
