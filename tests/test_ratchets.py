@@ -86,11 +86,7 @@ TEXT_RULES: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
         ("src/", "recipes/"),
         # Folders of prepared sets; NumPy shards of a teacher's log-probabilities.
-        (
-            "src/recipes_lib/files.py",
-            "src/recipes_lib/data/store.py",
-            "src/recipes_lib/distillation/teacher_store.py",
-        ),
+        ("src/recipes_lib/files.py", "src/recipes_lib/data/store.py", "src/recipes_lib/distillation/teacher_store.py"),
     ),
     "the launch is read by entry points only": (
         r"\bread_launch\(\)",

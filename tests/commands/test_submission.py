@@ -212,8 +212,7 @@ CLOUD_FLAGS = ("--image", "me/recipes", "--volume", "hf://buckets/me/runs", "--g
 
 
 @pytest.mark.parametrize(
-    ("executor", "submit"),
-    [("kubernetes", "create -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")],
+    ("executor", "submit"), [("kubernetes", "create -f"), ("skypilot", "jobs launch --yes -d --secret HF_TOKEN")]
 )
 def test_cloud_job_runs_all_stages(cloud: Cluster, executor: str, submit: str) -> None:
     output = cloud.run("--executor", executor, *CLOUD_FLAGS)

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 from tests.distributed import sharding
-from tests.distributed.cells import (
-    CELLS,
-    FULL_PRECISION,
-    assert_resumed,
-    assert_same_run,
-    build_jobs,
-    in_bf16,
-    resume,
-)
+from tests.distributed.cells import CELLS, FULL_PRECISION, assert_resumed, assert_same_run, build_jobs, in_bf16, resume
 from tests.distributed.matrix import ALL_CELLS, share
 
 # `make test` runs one cell in full precision, in test_matrix.py, and those of ``IN_BF16``.

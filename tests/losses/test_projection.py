@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.losses.test_token_logps import (
-    NUM_TOKENS,
-    VOCABULARY,
-    WIDTH,
-    dense_logps,
-    make_inputs,
-)
+from tests.losses.test_token_logps import NUM_TOKENS, VOCABULARY, WIDTH, dense_logps, make_inputs
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

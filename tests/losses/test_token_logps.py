@@ -36,11 +36,7 @@ def make_leaves(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple
 
 
 def dense_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, logit_scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
     logits = functional.linear(hidden, weight, bias) * logit_scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

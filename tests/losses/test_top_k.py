@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.losses.test_distillation import (
-    OBJECTIVES,
-    OPTIONS,
-    SHARED,
-    make_student,
-    make_supervision,
-    run_head,
-)
+from tests.losses.test_distillation import OBJECTIVES, OPTIONS, SHARED, make_student, make_supervision, run_head
 from tests.losses.test_divergence import dense_divergence
 from tests.losses.test_projection import LargestTensor
 from torch.nn import functional

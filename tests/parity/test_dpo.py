@@ -42,11 +42,7 @@ SHARED: dict[str, Any] = trl_runs.SHARED | {
     "max_grad_norm": 0.7,
     "beta": 0.2,
 }
-DPO: dict[str, Any] = {
-    "loss_type": ["sigmoid"],
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-}
+DPO: dict[str, Any] = {"loss_type": ["sigmoid"], "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 # TRL averages over the tokens of a micro-batch, ours over those of a step: equal without accumulation.
 RPO: dict[str, Any] = {
     "loss_type": ["sigmoid", "sft"],

@@ -12,11 +12,7 @@ from tests.rows import write_rows
 
 from recipes_lib.proving import throughput
 from recipes_lib.proving.bench import RUNS, WrongResultError
-from recipes_lib.proving.throughput import (
-    measure_engine,
-    measure_finetuning,
-    measure_pretraining,
-)
+from recipes_lib.proving.throughput import measure_engine, measure_finetuning, measure_pretraining
 
 SPEED = {"tokens_per_second": 3.0}
 

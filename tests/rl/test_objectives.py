@@ -162,10 +162,7 @@ def upstream(policy_dir, tmp_path_factory):
             processing_class=AutoTokenizer.from_pretrained(policy_dir),
         )
 
-    return {
-        "grpo": build(trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": build(trl.RLOOTrainer, trl.RLOOConfig),
-    }
+    return {"grpo": build(trl.GRPOTrainer, trl.GRPOConfig), "rloo": build(trl.RLOOTrainer, trl.RLOOConfig)}
 
 
 def test_objective_has_names_and_defaults_of_grpo_keys():

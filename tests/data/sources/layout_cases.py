@@ -55,9 +55,7 @@ UNCHANGED: Rows = {
         "prompt and completion": {"prompt": "2 + 2 =", "completion": " 4"},
         "empty prompt": {"prompt": "", "completion": "a"},
     },
-    "text": {
-        "text": {"text": " To be, or not to be \n"},
-    },
+    "text": {"text": {"text": " To be, or not to be \n"}},
 }
 AS_CHAT: Rows = {
     "messages": {
@@ -89,7 +87,7 @@ AS_CHAT: Rows = {
         "MOSS": {"conversation": [{"human": ASKED, "assistant": "4"}], "category": "x"},
     },
     "alpaca": {
-        "Alpaca with its text": {"instruction": ASKED, "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"},
+        "Alpaca with its text": {"instruction": ASKED, "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"}
     },
     "question_answer": {
         "question and answer": {"question": ASKED, "answer": "4"},
@@ -155,7 +153,7 @@ AS_COMPLETION: Rows = {
             "completion": [ANSWER],
             "system_prompt": "Be brief.",
         },
-    },
+    }
 }
 AS_ADDITION: Rows = {
     "alpaca": {
@@ -172,9 +170,7 @@ AS_ADDITION: Rows = {
         "Dolly": {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
         "GPTeacher": {"instruction": "Add.", "input": "2 + 2", "response": "4"},
     },
-    "question_answer": {
-        "a question about a context": {"question": "Add.", "context": "2 + 2", "answer": "4"},
-    },
+    "question_answer": {"a question about a context": {"question": "Add.", "context": "2 + 2", "answer": "4"}},
 }
 AS_PAIR: Rows = {
     "preference": {
@@ -234,7 +230,7 @@ AS_PAIR: Rows = {
             "rejected_messages": [USER, WRONG],
         },
         "Magpie's pairs": {"instruction": ASKED, "responses": [], **WHOLE},
-    },
+    }
 }
 AS_BRIEF_PAIR: Rows = {
     "preference": {
@@ -244,14 +240,14 @@ AS_BRIEF_PAIR: Rows = {
         "LLaMA-Factory's pairs as strings": {"conversations": [HUMAN], "system": "Be brief.", **TEXTS},
         "distilabel's pairs of Orca": {"system": "Be brief.", "input": ASKED, **TEXTS},
         "preference with the prompt inside and its system prompt beside it": {"system": "Be brief.", **WHOLE},
-    },
+    }
 }
 AS_CODE: Rows = {
     "text": {
         "The Stack": {"content": "x = 4", "lang": "Python"},
         "RedPajama 2": {"raw_content": "x = 4", "doc_id": "1", "meta": "{}"},
         "FineWeb": {"text": "x = 4", "id": "1", "dump": "CC", "url": "u", "language_score": 0.9},
-    },
+    }
 }
 AS_REASONED: Rows = {
     "messages": {
@@ -270,7 +266,7 @@ AS_REASONED: Rows = {
         "reasoning as a part": answered(
             content=[{"type": "reasoning", "text": "Count."}, {"type": "text", "text": "4"}]
         ),
-    },
+    }
 }
 OTHER: dict[str, Case] = {
     "chat with tools": (

@@ -98,11 +98,7 @@ def test_array_error_has_line_and_column_and_keeps_earlier_rows(broken: str, off
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        ('{"a": 1,\n "a": 2}', "the key 'a' occurs twice"),
-        ("[" * 99_999, "nested too deeply"),
-    ],
+    ("row", "found"), [('{"a": 1,\n "a": 2}', "the key 'a' occurs twice"), ("[" * 99_999, "nested too deeply")]
 )
 def test_repeated_key_and_deep_nesting_name_line(row: str, found: str) -> None:
     with pytest.raises(DataError) as caught:

@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.heads.test_loss_head import train_by_two
 from tests.parity.test_loss_head import CONFIGS
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError

@@ -12,9 +12,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError

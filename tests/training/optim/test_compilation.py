@@ -145,8 +145,7 @@ def test_architecture_is_as_before_after_training_with_liger(tiny_model_dir, tmp
         return own(*args, **options)
 
     monkeypatch.setattr(
-        "transformers.trainer.apply_liger_kernel",
-        lambda *_: setattr(modeling_llama, "apply_rotary_pos_emb", rotate),
+        "transformers.trainer.apply_liger_kernel", lambda *_: setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
     )
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_steps=1)
     trainer.args.use_liger_kernel = True
