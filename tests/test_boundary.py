@@ -288,16 +288,6 @@ def test_parse_or_exit_returns_config_and_installs_signal_handlers(recipe, insta
     assert config.training["learning_rate"] == 1e-3
 
 
-def test_parse_or_exit_prints_every_problem(recipe: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        parse_or_exit("sft", [*recipe, "--learning_rte", "1e-3", "--num_train_epochs", "many"])
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert "learning_rte" in error
-    assert "num_train_epochs" in error
-    assert "Traceback" not in error
-
-
 def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(recipe, tmp_path, monkeypatch) -> None:
     """They would otherwise take the launcher's SIGTERM for a preemption, after which a job is queued again."""
     for number in "01":

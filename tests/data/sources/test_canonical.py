@@ -76,12 +76,6 @@ def test_images_of_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
     assert row.text == "a"
 
 
-def test_source_can_be_read_repeatedly(tmp_path: Path) -> None:
-    source = load_source(str(write_rows(tmp_path / "d.jsonl", CHATS)))
-    assert list(read_rows(source)) == list(read_rows(source))
-    assert [row.where for row in read_rows(source)] == [f"{tmp_path}/d.jsonl:{n}" for n in range(1, 6)]
-
-
 def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
@@ -100,13 +94,6 @@ def test_equal_problems_are_merged(tmp_path: Path) -> None:
     assert (empty.where, empty.found) == (f"{path}:2", "`text` is empty")
     assert alike.where == f"{path}:3"
     assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
-
-
-def test_unknown_layout_is_one_problem(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [{"query": "a", "reply": "b"}] * 30)
-    with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(path))))
-    assert len(caught.value.problems) == 1
 
 
 def test_broken_link_is_named(tmp_path: Path) -> None:

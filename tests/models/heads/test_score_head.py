@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.heads.test_loss_head import train_by_two
 from tests.parity.test_loss_head import CONFIGS
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -255,6 +255,35 @@ def test_scores_of_float32_head_on_half_model_are_not_rounded() -> None:
     scores = wrapped(**batch).scores
     assert scores.dtype == torch.float32
     assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> Tensor:
+    """Scores of a padded batch by transformers' own mask and pooling."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    padded = tokenizer.pad({"input_ids": [answer.tolist() for answer in answers]}, return_tensors="pt")
+    positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    return model(**padded, position_ids=positions).logits.flatten()
+
+
+@pytest.mark.parametrize(("side", "pad_in_config"), [("left", 0), ("right", None)])
+def test_saved_model_has_equal_scores_in_plain_transformers(side, pad_in_config, tiny_model_dir, tmp_path) -> None:
+    model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
+    model.config.pad_token_id = pad_in_config  # 0 is the end of text.
+    tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())
+    end = tokenizer.eos_token_id
+    set_pad_token(model, tokenizer, [end])
+    answers = [torch.cat([answer + 10, torch.tensor([end])]) for answer in make_answers()]
+    add_score_head(model)
+    expected = torch.cat([model(**_one(answer)).scores for answer in answers])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    torch.testing.assert_close(_score_with_transformers(tmp_path, answers, side), expected, rtol=1e-5, atol=1e-5)
+
+
+def _one(answer: Tensor) -> dict[str, Tensor]:
+    last = torch.tensor([len(answer) - 1])
+    return {"input_ids": answer[None], "position_ids": torch.arange(len(answer))[None], "last_positions": last}
 
 
 @pytest.mark.parametrize(
