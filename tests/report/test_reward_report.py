@@ -92,6 +92,16 @@ def test_calibration_bins_include_extreme_and_zero_margins() -> None:
     assert compute_ece_by_chance(np.zeros(50)) == 0, "the middle bin is its own mirror image"
 
 
+def test_ece_of_calibrated_and_overconfident_scores() -> None:
+    margins = sample_margins(40_000)
+    assert compute_calibration(margins)[1] < 0.01
+    # Expected |predicted - actual| by numerical integration over the margins.
+    size = np.linspace(-16, 16, 100_001)
+    density = stats.norm.pdf(size, 0, 2)
+    expected = np.trapezoid(density * np.abs(1 / (1 + np.exp(-3 * size)) - 1 / (1 + np.exp(-size))), size)
+    assert compute_calibration(3 * margins)[1] == pytest.approx(expected, abs=0.005)
+
+
 def test_ece_by_chance_matches_simulation() -> None:
     samples = [sample_margins(300, seed=seed) for seed in range(200)]
     errors = [compute_calibration(margins)[1] for margins in samples]
@@ -143,6 +153,8 @@ def test_length_statistics_match_scipy() -> None:
     assert found["pearson_within_prompts"] > 0.9 > found["pearson"]
     line = stats.linregress(chosen_lengths - rejected_lengths, chosen - rejected)
     assert found["slope"] == pytest.approx(line.slope)
+
+
 
 
 def test_longer_answer_win_rate() -> None:
