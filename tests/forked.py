@@ -175,11 +175,7 @@ def find_free_port() -> int:
 
 
 def _become(
-    main: str | Path,
-    args: Sequence[str],
-    environment: Mapping[str, str],
-    outputs: Sequence[Path],
-    paths: Sequence[str],
+    main: str | Path, args: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Path], paths: Sequence[str]
 ) -> None:
     """Run a module or script in this forked process, with stdout and stderr redirected to two files."""
     import torch

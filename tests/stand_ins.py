@@ -12,12 +12,7 @@ import torch
 import trl
 from tests import tiny
 from tokenizers import Tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from recipes_lib.planning.compute import SHIPPED_SHAPES
 

@@ -82,14 +82,8 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
         ("ddp", {"ACCELERATE_MIXED_PRECISION": "bf16"}),
         ("fsdp2", SHARDED | {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
         ("fsdp2_offload", SHARDED | {"FSDP_OFFLOAD_PARAMS": "true"}),
-        (
-            "hsdp",
-            SHARDED | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"},
-        ),
-        (
-            "fsdp2_tp",
-            SHARDED | {"PARALLELISM_CONFIG_TP_SIZE": "8", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
-        ),
+        ("hsdp", SHARDED | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "8"}),
+        ("fsdp2_tp", SHARDED | {"PARALLELISM_CONFIG_TP_SIZE": "8", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
         ("fsdp2_cp", SHARDED | {"PARALLELISM_CONFIG_CP_SIZE": "4", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}),
         ("zero1", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}),
         ("zero2", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
@@ -101,9 +95,7 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
         ),
     ],
 )
-def test_launch_file_sets_environment_of_processes(
-    name: str, expected: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_file_sets_environment_of_processes(name, expected, monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     environment = read_environment(FOLDER / f"{name}.yaml", "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     assert {key: environment[key] for key in expected} == expected

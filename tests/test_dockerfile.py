@@ -24,7 +24,7 @@ from tests.forked import ROOT
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = ROOT / "docker" / "compose.yaml"
 INSTRUCTIONS = {
-    *("FROM", "ENV", "RUN", "WORKDIR", "COPY", "ARG", "VOLUME", "USER", "ENTRYPOINT", "CMD", "HEALTHCHECK", "LABEL"),
+    *("FROM", "ENV", "RUN", "WORKDIR", "COPY", "ARG", "VOLUME", "USER", "ENTRYPOINT", "CMD", "HEALTHCHECK", "LABEL")
 }
 
 

@@ -241,27 +241,6 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_temporary_file_of_killed_process_is_overwritten_by_the_next(tmp_path):
-    path = tmp_path / "a"
-    with atomic_file(path) as unfinished:
-        unfinished.touch()
-    unfinished.write_text("half, of a killed process")
-    with atomic_file(path) as unfinished:
-        unfinished.write_text("new")
-    assert [file.name for file in tmp_path.iterdir()] == ["a"]
-    assert path.read_text() == "new"
-
-
-def test_last_of_several_writers_of_a_shared_file_wins(tmp_path):
-    path = tmp_path / "a"
-    with atomic_file(path, is_shared=True) as last:
-        last.write_text("last")
-        with atomic_file(path, is_shared=True) as first:
-            first.write_text("first")
-        assert path.read_text() == "first"
-    assert path.read_text() == "last"
-
-
 def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
     with suppress(ValueError), atomic_folder(folder) as staging:

@@ -14,7 +14,7 @@ from tests.forked import ROOT
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 ALLOWED = {
     # Writes the vocabulary file that nanoGPT reads; the library never opens it.
-    "benchmarks/characters.py": {"import pickle"},
+    "benchmarks/characters.py": {"import pickle"}
 }
 
 

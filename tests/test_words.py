@@ -51,10 +51,7 @@ BANNED: Final[Mapping[str, tuple[str, str]]] = {
     r"leave it away|leaves it away|left away": ("remove it", "It has no use: leave it away."),
     r"says? nothing": ("`None`, empty, unknown", "A reward that says nothing."),
     r"no part of": ("is excluded from", "It is no part of the sum."),
-    r"(?:that|which|they) (?:are|is) none": (
-        "non-finite; not a ...",
-        "Numbers that are none.",
-    ),
+    r"(?:that|which|they) (?:are|is) none": ("non-finite; not a ...", "Numbers that are none."),
     r"told in (?:a|one) line|tell in a line": ("log", "The freezing is told in a line."),
     r"told apart|tells? apart": ("distinguish", "Documents are told apart by positions."),
     r"what stands there": ("the content", "The file keeps what stands there."),

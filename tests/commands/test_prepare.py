@@ -19,14 +19,6 @@ def argv(tmp_path, tiny_model_dir):
     return [f"--{name}={value}" for name, value in (keys | {"prepared_dir": tmp_path / "prepared"}).items()]
 
 
-def test_prepare_reports_data_and_reuses_it(argv, recipes):
-    first = recipes("prepare", *argv)
-    assert "prepared in" in first
-    second = recipes("prepare", *argv)
-    assert "already prepared" in second
-    assert first.split("key")[1] == second.split("key")[1]
-
-
 def test_prepare_includes_eval_datasets(argv, tmp_path, recipes):
     alone = recipes("prepare", *argv)
     more = tmp_path / "more.jsonl"

@@ -184,10 +184,7 @@ def test_student_has_selected_layers_and_all_other_weights(cut, tiny_model_dir, 
     assert "layers       2 of 2" in cut(tmp_path / "a student", "--num_layers", "1")
     teacher, student = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model_dir, tmp_path / "a student"))
     own, others = student.state_dict(), teacher.state_dict()
-    assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), (
-        "the last layer of the student is the last of the teacher"
-    )
-    assert torch.equal(own["model.embed_tokens.weight"], others["model.embed_tokens.weight"])
+    assert torch.equal(own[LAYER.format(0)], others[LAYER.format(1)]), "the last layer is the last of the teacher"
     assert student.config.num_hidden_layers == 1
     assert student.dtype == teacher.dtype
     assert AutoTokenizer.from_pretrained(tmp_path / "a student").get_vocab() == (
@@ -196,16 +193,6 @@ def test_student_has_selected_layers_and_all_other_weights(cut, tiny_model_dir, 
     record = json.loads((tmp_path / "a student" / "student.json").read_text())
     assert record == {"teacher": str(tiny_model_dir), "teacher_revision": None, "layers": [2], "of": 2}
     assert {path.name for path in tmp_path.iterdir()} == {"a student"}
-
-
-def test_all_layers_equal_teacher_and_order_is_kept(cut, tiny_model_dir, tmp_path) -> None:
-    ids = torch.arange(4, 20)[None]
-    cut(tmp_path / "all", "--num_layers", "2")
-    cut(tmp_path / "turned", "--layers", "2", "1")
-    paths = (tiny_model_dir, tmp_path / "all", tmp_path / "turned")
-    teacher, whole, turned = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
-    assert torch.equal(teacher, whole)
-    assert not torch.allclose(teacher, turned)
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,6 @@ from recipes_lib.errors import ConfigError, Problem
 KEYS = sorted(load_table("sft").keys)
 
 
-def test_every_key_has_provenance(write, minimal_text: str) -> None:
-    path = write(minimal_text)
-    config = load_config("sft", ["--config", str(path), "--seed", "7"])
-    assert config.path == path
-    assert set(config.provenance) == set(KEYS)
-    assert config.provenance["learning_rate"] == f"{path}:4"
-    assert config.provenance["seed"] == "--seed"
-    assert config.provenance["packing"] == "default"
-
-
 def test_training_section_holds_explicit_keys_and_changed_defaults(write, minimal_text: str) -> None:
     config = load_config("sft", ["--config", str(write(minimal_text))])
     ours = {key: value for key, (value, _) in read_defaults("sft").items()}

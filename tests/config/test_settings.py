@@ -20,9 +20,3 @@ def test_activation_checkpointing_accepts_bool_auto_and_null(recipes, problems_o
         assert load_config(recipe, flags).training["activation_checkpointing"] == expected
     (problem,) = problems_of("activation_checkpointing: often\n", recipe=recipe)
     assert problem.remedy == "write true or false or one of auto or null"
-
-
-def test_activation_checkpointing_kwargs_need_explicit_choice(problems_of) -> None:
-    lines = "activation_checkpointing: auto\nactivation_checkpointing_kwargs: {offload: true}\n"
-    (problem,) = problems_of(lines)
-    assert "`activation_checkpointing: auto` chooses them" in problem.found

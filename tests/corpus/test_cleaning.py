@@ -272,9 +272,7 @@ def test_change_invalidates_only_dependent_stages(planted, tiny_tokenizer_dir, t
             inspect, "getsource", lambda part: get_source(part) + ("\n# edited" if part.__name__ == change else "")
         )
         monkeypatch.setattr(
-            corpus_manifest,
-            "find_version",
-            lambda name: (find_version(name) or "") + (".1" if name == change else ""),
+            corpus_manifest, "find_version", lambda name: (find_version(name) or "") + (".1" if name == change else "")
         )
     after = list_folders(config, tmp_path)
     assert " ".join(name for name in before if after[name] != before[name]) == redone

@@ -7,13 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.corpus_manifest import (
-    Finish,
-    compute_mixture,
-    name_folders,
-    remove_old_work,
-    sum_counts,
-)
+from recipes_lib.corpus.corpus_manifest import Finish, compute_mixture, name_folders, remove_old_work, sum_counts
 from recipes_lib.data.sources.local_files import load_files
 
 

@@ -148,6 +148,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
 }
 THOUGHT, TEXT = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Hi"}
 
+HI = {"messages": [user(), assistant()]}
 # case -> the row of a file of one line, text that the error contains
 ROWS: dict[str, tuple[dict[str, object], str]] = {
     "no known column": ({"query": "a", "reply": "b"}, "match no layout"),
@@ -158,16 +159,9 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "messages as an object": ({"messages": user()}, "an object, not a list"),
     "arguments with NaN": (chat(user(), calling('{"a": NaN}')), "cannot be written as JSON"),
     "function call without a name": (chat(user(), assistant(None, function_call={})), "no function"),
-    "answers under another name that are judged": (
-        {"prompt": "a", "response": "b", "label": True},
-        "`label` says which answers are good",
-    ),
     "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
-    "two answers": (
-        {"problem": "a", "solution": "b", "response": "c"},
-        "each of `solution`, `response` may be the answer",
-    ),
+    "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "each of `solution`, `response` may be"),
     "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),
     "message as a string": (chat("Hi"), "messages[0] is a string"),
     "unknown role": (chat(user(), {"role": "robot", "content": "a"}), "unknown role 'robot'"),
@@ -180,28 +174,22 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "no assistant": (chat(user(), user()), "no assistant turn"),
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
     "call in a part": (chat(user(), assistant([{"type": "tool_use", "name": "add"}])), "write calls as `tool_calls`"),
-    "result in a part": (
-        chat(user([{"type": "tool_result", "content": "4"}]), assistant()),
-        "{role: tool, content: ...}",
-    ),
+    "result in a part": (chat(user([{"type": "tool_result", "content": "4"}]), assistant()), "{role: tool, content"),
     "thought of a user": (chat(user([THOUGHT]), assistant()), "messages[0].content[0] has type `thinking`"),
     "thought after an answer": (chat(user(), assistant([TEXT, THOUGHT])), "content[1] has type `thinking`"),
     "thought without an answer": (chat(user(), assistant([THOUGHT])), "messages[1].content is empty"),
-    "thought of another type": (
-        chat(user(), assistant([{**THOUGHT, "thinking": 3}, TEXT])),
-        "content[0].thinking is a number, not a string",
-    ),
-    "placeholder of an image": (
+    "thought of a number": (chat(user(), assistant([{**THOUGHT, "thinking": 3}, TEXT])), "[0].thinking is a number"),
+    "image in a text": (
         chat(user("<image>\nWhat is it?"), assistant(), images=["a.png"]),
-        "the text refers to `images`, and only text is trained on",
+        "refers to `images`, and only text",
     ),
-    "object of lists of different lengths": (
+    "lists of unequal lengths": (
         {"messages": {"role": ["user", "assistant"], "content": ["Hi"]}},
-        "different lengths: 2 of `role`, 1 of `content`",
+        "lengths: 2 of `role`, 1 of",
     ),
-    "template variables that are columns": (
+    "columns as variables": (
         chat(user(), assistant(), chat_template_kwargs={"tools": [], "add_generation_prompt": True}),
-        "`chat_template_kwargs` has `tools`, `add_generation_prompt`",
+        "has `tools`, `add_generation_prompt`",
     ),
     "surrogate in a tool call": (chat(user(), calling({"a": "\ud83d"})), "surrogate"),
     "NUL": ({"text": "a\x00b"}, "NUL character at position 1"),
@@ -218,101 +206,73 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "empty completion": ({"prompt": "a", "completion": ""}, "`completion` is empty"),
     "prompt is a number": ({"prompt": 1, "completion": "a"}, "`prompt` is a number"),
     "system prompt of a text": ({"prompt": "a", "completion": "b", "system": "c"}, "`system` is part of a chat"),
-    "history of a pair of texts": (
+    "history of a pair": (
         {"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]},
-        "dataset_columns: {question: prompt}",
+        "{question: prompt}",
     ),
     "completion of the user": ({"prompt": [user()], "completion": [user()]}, "no assistant"),
     "unknown sharegpt role": ({"conversations": [{"from": "x", "value": "a"}]}, "role 'x'"),
     "sharegpt value is null": ({"conversations": [{"from": "gpt", "value": None}]}, "missing"),
-    "function call not JSON": (
-        {"conversations": [{"from": "function_call", "value": "f(x)"}]},
-        "conversations[0].content is not valid JSON",
-    ),
+    "call not JSON": ({"conversations": [{"from": "function_call", "value": "f(x)"}]}, "[0].content is not valid JSON"),
     "two system prompts": (
         {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"},
-        "`system` column and a system turn",
+        "column and a system turn",
     ),
     "alpaca without an answer": ({"instruction": "a", "input": "", "output": ""}, "empty"),
     "alpaca without a question": ({"instruction": "", "input": "", "output": "a"}, "empty"),
     "broken history": ({"instruction": "a", "output": "b", "history": [["only"]]}, "history[0] is not a"),
     "equal pair": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
     "pair without a prompt": ({"chosen": "a", "rejected": "b"}, "share no prompt"),
-    "pair of dialogues without a prompt": (
+    "dialogues, no prompt": (
         {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"},
         "share no prompt",
     ),
-    "pair of dialogues that part early": (
+    "dialogues part early": (
         {"chosen": "\n\nAssistant: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nAssistant: d"},
-        "`chosen` has further turns",
+        "has further turns",
     ),
-    "pair of dialogues without an answer": (
+    "dialogues, no answer": (
         {"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"},
         "`chosen` is empty",
     ),
-    "pair beside a conversation with its answer": (
-        {"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"},
-        "several layouts",
-    ),
-    "several answers as strings": (
-        {"prompt": "What?", "chosen": ["a", "b"], "rejected": ["c", "d"]},
-        "chosen[0] is a string, not an object",
-    ),
-    "turns as texts of JSON": (
+    "pair beside a chat": ({"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"}, "several layouts"),
+    "lists of strings": ({"prompt": "What?", "chosen": ["a", "b"], "rejected": ["c", "d"]}, "chosen[0] is a string"),
+    "turns as JSON": (
         {"messages": ['{"role": "user", "content": "What?"}', '{"role": "assistant", "content": "a"}']},
         "messages[0] is a string, not an object",
     ),
     "pair about an image": (
         {"prompt": "<image> What is it?", "chosen": "a", "rejected": "b", "image": {"path": "a.png"}},
-        "the text refers to `image`",
+        "refers to `image`",
     ),
     "question of white space": ({"question": " ", "answer": "a"}, "the question is empty"),
-    "answers that are judged": (
-        {"prompt": "a", "completion": "b", "label": True},
-        "`label` says which answers are good",
-    ),
-    "chats that are judged": (
-        {"messages": [user(), assistant()], "kto_tag": False},
-        "`kto_tag` says which answers are good",
-    ),
-    "chats that are judged, as in LLaMA-Factory's KTO demo": (
-        {"messages": [user(), assistant()], "label": True},
-        "`label` says which answers are good",
-    ),
-    "wrong answer to a question": (
-        {"question": "a", "answer": "b", "is_correct": False},
-        "`is_correct` says which answers are good",
-    ),
-    "trajectory that failed, as in SWE-smith": (
-        {"messages": [user(), assistant()], "resolved": 0},
-        "`resolved` says which answers are good",
-    ),
-    "trajectory without a reward": (
-        {"messages": [user(), assistant()], "reward": 0.0},
-        "`reward` says which answers are good",
-    ),
-    "answer that is not safe, as in BeaverTails": (
-        {"prompt": "a", "response": "b", "is_safe": False},
-        "`is_safe` says which answers are good",
-    ),
-    "verdict on two answers that are equally good": (
+    "verdict of a tie": (
         {"context": [user()], "response1": "a", "response2": "b", "overall_preference": 0},
-        "`overall_preference` is 0: no answer is better",
+        "`overall_preference` is 0: no answer is",
     ),
     "pair of two kinds": ({"chosen": "a", "rejected": [assistant()]}, "both"),
-    "pair without a common prompt": (
+    "pair of two prompts": (
         {"chosen": [user("a"), assistant()], "rejected": [user("b"), assistant()]},
         "share no prompt",
     ),
-    "pair whose users differ": (
+    "pair of two users": (
         {"chosen": [user(), user("a"), assistant()], "rejected": [user(), user("b"), assistant()]},
         "does not continue with an assistant turn",
     ),
-    "pair of which one is cut": (
-        {"chosen": [user(), assistant()], "rejected": [user()]},
-        "`rejected` does not continue",
-    ),
+    "pair of which one is cut": ({"chosen": [user(), assistant()], "rejected": [user()]}, "`rejected` does not"),
 }
+# Rows whose last column says whether their answer is good.
+JUDGED: dict[str, dict[str, object]] = {
+    "response": {"prompt": "a", "response": "b", "label": True},
+    "completion": {"prompt": "a", "completion": "b", "label": True},
+    "chat": {**HI, "kto_tag": False},
+    "chat, LLaMA-Factory's KTO demo": {**HI, "label": True},
+    "answer": {"question": "a", "answer": "b", "is_correct": False},
+    "trajectory, SWE-smith": {**HI, "resolved": 0},
+    "trajectory without reward": {**HI, "reward": 0.0},
+    "safety, BeaverTails": {"prompt": "a", "response": "b", "is_safe": False},
+}
+ROWS |= {f"judged {name}": (row, f"`{[*row][-1]}` says which answers are good") for name, row in JUDGED.items()}
 FILES |= {kind: ("d.jsonl", line(row), ":1", words) for kind, (row, words) in ROWS.items()}
 
 

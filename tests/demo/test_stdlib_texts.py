@@ -56,8 +56,7 @@ def test_module_is_parsed_without_execution():
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"\xff\xfe\x00", b"def broken(:\n", b"x = " + b"(" * 5000 + b")" * 5000, b"# coding: nonsense\n", b"\x00"],
+    "data", [b"\xff\xfe\x00", b"def broken(:\n", b"x = " + b"(" * 5000 + b")" * 5000, b"# coding: nonsense\n", b"\x00"]
 )
 def test_unparsable_module_is_skipped(data):
     assert parse_module("hostile", data) is None

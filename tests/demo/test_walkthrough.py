@@ -24,14 +24,7 @@ from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo import walkthrough as run
 from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, parse_module
-from recipes_lib.demo.walkthrough import (
-    VOCAB_SIZE,
-    ask,
-    build_pairs,
-    build_tokenizer,
-    save_student,
-    shorten,
-)
+from recipes_lib.demo.walkthrough import VOCAB_SIZE, ask, build_pairs, build_tokenizer, save_student, shorten
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.vocabulary import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 from recipes_lib.pipelines.pipeline import load_pipeline

@@ -18,12 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import LayersConfig
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.layer_features import (
-    PROJECTIONS,
-    PROJECTIONS_FILE,
-    LayerDistillation,
-    TargetPositions,
-)
+from recipes_lib.distillation.layer_features import PROJECTIONS, PROJECTIONS_FILE, LayerDistillation, TargetPositions
 from recipes_lib.errors import ConfigError
 
 FEATURES: dict[str, Any] = {"feature_weight": 0.5}

@@ -110,10 +110,7 @@ def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, save
     """Copy the shards of model and optimizer, and return the tasks that write them."""
     saver.decide_to_copy((read_trained_state(model), dict(optimizer.state)))
     trained = Trained(dict(model.named_parameters()), optimizer)
-    return [
-        copy_model_shards(folder, read_trained_state(model), saver),
-        copy_optimizer_shards(folder, trained, saver),
-    ]
+    return [copy_model_shards(folder, read_trained_state(model), saver), copy_optimizer_shards(folder, trained, saver)]
 
 
 def choose(output_dir: Path) -> None:

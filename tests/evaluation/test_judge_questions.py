@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +21,48 @@ from recipes_lib.evaluation.judge_questions import (
     read_question,
 )
 
-USER = {"role": "user", "content": "How?"}
+USER, SO = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}
+KIND = {"role": "system", "content": "Be kind."}
+
+
+def asked(*turns: str, id: str = "5", category: str | None = None, reference: Sequence[str] = ()) -> Question:
+    return Question(id, category, [], list(turns), list(reference))
 
 
 @pytest.mark.parametrize(
     ("row", "question"),
     [
-        (  # MT-Bench
+        # MT-Bench, and as HuggingFaceH4/mt_bench_prompts.
+        (
             {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."], "reference": ["r1", "r2"]},
-            Question("81", "writing", [], ["Write.", "Shorter."], ["r1", "r2"]),
-        ),
-        (  # Arena-Hard 0.1
-            {"question_id": "f0", "category": "arena-hard-v0.1", "cluster": "ABC", "turns": [{"content": "Use é"}]},
-            Question("f0", "arena-hard-v0.1", [], ["Use é"], []),
-        ),
-        (  # Arena-Hard 2
-            {"uid": "0a", "category": "hard_prompt", "subcategory": "coding", "prompt": "Fix it."},
-            Question("0a", "hard_prompt", [], ["Fix it."], []),
-        ),
-        (  # AlpacaEval
-            {"instruction": "Name three.", "output": "a b c", "generator": "g", "dataset": "d"},
-            Question("5", None, [], ["Name three."], []),
-        ),
-        ({"instruction": "Add.", "input": "1 2"}, Question("5", None, [], ["Add.\n\n1 2"], [])),
-        ({"question": "How?", "reference": "So."}, Question("5", None, [], ["How?"], ["So."])),
-        ({"question": "How many?", "reference": 72}, Question("5", None, [], ["How many?"], ["72"])),
-        ({"turns": ["a", "b"], "reference": ["", "r2"]}, Question("5", None, [], ["a", "b"], ["", "r2"])),
-        ({"turns": ["a", "b"], "reference": ["", ""]}, Question("5", None, [], ["a", "b"], [])),
-        (
-            {"messages": [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}]},
-            Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),
-        ),
-        ({"messages": [USER], "input": "x"}, Question("5", None, [], ["How?"], [])),
-        ({"question": "Why?", "messages": [USER]}, Question("5", None, [], ["Why?"], [])),
-        ({"question": "Why?", "prompt": ["a"]}, Question("5", None, [], ["Why?"], [])),
-        ({"prompt": [USER], "id": 0}, Question("0", None, [], ["How?"], [])),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "No."}], "reference": "So."},
-            Question("5", None, [], ["How?"], ["So."]),
+            asked("Write.", "Shorter.", id="81", category="writing", reference=["r1", "r2"]),
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "?"}]}
-                ]
-            },
-            Question("5", None, [], ["How?"], []),
-        ),
-        (  # MT-Bench as HuggingFaceH4/mt_bench_prompts
             {"category": "math", "prompt": ["One?", "Two?"], "reference": ["1"], "prompt_id": 1},
-            Question("5", "math", [], ["One?", "Two?"], ["1"]),
+            asked("One?", "Two?", category="math", reference=["1"]),
         ),
+        # Arena-Hard 0.1 and 2, AlpacaEval.
+        (
+            {"question_id": "f0", "category": "arena-hard-v0.1", "cluster": "ABC", "turns": [{"content": "Use é"}]},
+            asked("Use é", id="f0", category="arena-hard-v0.1"),
+        ),
+        (
+            {"uid": "0a", "category": "hard_prompt", "subcategory": "coding", "prompt": "Fix it."},
+            asked("Fix it.", id="0a", category="hard_prompt"),
+        ),
+        ({"instruction": "Name three.", "output": "a b c", "generator": "g", "dataset": "d"}, asked("Name three.")),
+        ({"instruction": "Add.", "input": "1 2"}, asked("Add.\n\n1 2")),
+        ({"question": "How?", "reference": "So."}, asked("How?", reference=["So."])),
+        ({"question": "How many?", "reference": 72}, asked("How many?", reference=["72"])),
+        ({"turns": ["a", "b"], "reference": ["", "r2"]}, asked("a", "b", reference=["", "r2"])),
+        ({"turns": ["a", "b"], "reference": ["", ""]}, asked("a", "b")),
+        ({"messages": [KIND, USER, SO]}, Question("5", None, [KIND], ["How?"], ["So."])),
+        ({"messages": [USER], "input": "x"}, asked("How?")),
+        ({"question": "Why?", "messages": [USER]}, asked("Why?")),
+        ({"question": "Why?", "prompt": ["a"]}, asked("Why?")),
+        ({"prompt": [USER], "id": 0}, asked("How?", id="0")),
+        ({"messages": [USER, {**SO, "content": "No."}], "reference": "So."}, asked("How?", reference=["So."])),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": part} for part in ("How", "?")]}]}, asked("How?")),
     ],
 )
 def test_read_question_of_public_formats(row: dict[str, Any], question: Question) -> None:

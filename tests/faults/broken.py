@@ -12,15 +12,7 @@ from random import Random
 import torch
 from tests.faults import lives
 from tests.faults.kills import count_events, count_saving_events
-from tests.faults.laboratory import (
-    Harness,
-    Trial,
-    expect,
-    load_weights,
-    read_status,
-    verify_equal,
-    verify_whole,
-)
+from tests.faults.laboratory import Harness, Trial, expect, load_weights, read_status, verify_equal, verify_whole
 from tests.faults.moments import EventCounter, make_nan, send_sigterm
 from tests.recipes.paused import act_at
 

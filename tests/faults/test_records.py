@@ -78,17 +78,7 @@ def mutate(content: bytes, draw: random.Random) -> bytes:
     """Return truncated, overwritten or repeated bytes, or another JSON value if content or a line of it is JSON."""
     at, to = sorted(draw.randrange(len(content) + 1) for _ in range(2))
     noise = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
-    texts = (
-        b"",
-        b"null",
-        b"[]",
-        b"{}",
-        b"[" * 50_000,
-        b"1" * 50_000,
-        b"\xff\xfe",
-        b"\0" * 64,
-        b"---\n- a: &a [*a]\n",
-    )
+    texts = (b"", b"null", b"[]", b"{}", b"[" * 50_000, b"1" * 50_000, b"\xff\xfe", b"\0" * 64, b"---\n- a: &a [*a]\n")
     ways: list[Callable[[], bytes]] = [
         lambda: content[:at],
         lambda: content[:at] + content[to:],

@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes_lib.losses.distillation import (
-    MAX_ANGLE_TOKENS,
-    compute_attention_sum,
-    compute_relation_sum,
-)
+from recipes_lib.losses.distillation import MAX_ANGLE_TOKENS, compute_attention_sum, compute_relation_sum
 
 SUMS: dict[str, Callable[..., torch.Tensor]] = {
     "similarity": partial(compute_relation_sum, kind="similarity"),

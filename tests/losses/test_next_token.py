@@ -28,9 +28,7 @@ def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: A
 
 
 @pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
-def test_cross_entropy_and_gradients_equal_torch(
-    options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
-) -> None:
+def test_cross_entropy_and_gradients_equal_torch(options, dtype, chunk_size) -> None:
     *inputs, targets = make_inputs(dtype)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     hidden, weight, bias = inputs
@@ -68,12 +66,6 @@ def test_ignored_positions_have_no_effect() -> None:
     (gradient,) = gradients_of(compute_cross_entropy(hidden, weight, targets).nll_sum, hidden)
     assert gradient[~keep].eq(0).all()
     assert gradient[keep].ne(0).any(dim=-1).all()
-
-
-def test_leading_dimensions_are_free() -> None:
-    hidden, weight, _, targets = make_inputs()
-    flat = compute_cross_entropy(hidden[:20], weight, targets[:20])
-    assert compute_cross_entropy(hidden[:20].view(4, 5, WIDTH), weight, targets[:20].view(4, 5)) == flat
 
 
 def test_cross_entropy_without_targets_is_differentiable_zero() -> None:
@@ -168,14 +160,6 @@ def test_cross_entropy_autocast_accumulates_in_float32() -> None:
     ):
         assert ours.dtype == torch.float32
         assert (ours - expected).norm() < 1e-2 * expected.norm()
-
-
-@pytest.mark.parametrize("narrow", ["hidden", "weight"])
-def test_narrower_operand_sets_dtype_without_autocast(narrow: str) -> None:
-    hidden, weight, _, targets = make_inputs(torch.float32)
-    expected = compute_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
-    mixed = (hidden.bfloat16(), weight) if narrow == "hidden" else (hidden, weight.bfloat16())
-    assert compute_cross_entropy(*mixed, targets) == expected
 
 
 @pytest.mark.gpu

@@ -66,12 +66,7 @@ def test_repository_made_public_concurrently_is_rejected(hub):
         ({"role": "read"}, {}, "push_to_hub", "may only read"),
         ({"may_write": False}, {"hub_model_id": "me/there"}, "push_to_hub", "does not let this account write"),
         ({}, {"hub_model_id": "stranger/new"}, "hub_model_id", "me is not in stranger"),
-        (
-            {"orgs": [READER]},
-            {"hub_model_id": "team/new"},
-            "hub_model_id",
-            "only read in",
-        ),
+        ({"orgs": [READER]}, {"hub_model_id": "team/new"}, "hub_model_id", "only read in"),
         ({}, {"hub_model_id": "a/b/c"}, "hub_model_id", "'a/b/c' is not a repository id: .*Repo id"),
         ({"role": "read"}, {"hub_model_id": "bad id"}, "hub_model_id", "'bad id' is not a repository id: .*Repo id"),
         ({}, {"output_dir": "outputs/mein Modell"}, "hub_model_id", "'mein Modell' is not a repository id: .*Repo id"),

@@ -42,8 +42,7 @@ def read_messages(hub, name="me/mine"):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "state"),
-    [("every_save", ""), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")],
+    ("strategy", "state"), [("every_save", ""), ("checkpoint", "last-checkpoint"), ("all_checkpoints", "checkpoint-10")]
 )
 def test_find_contents_skips_incomplete_checkpoints(run, strategy, state):
     save_checkpoint(run, 20)

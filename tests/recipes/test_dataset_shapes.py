@@ -30,25 +30,10 @@ def say(content: str, **more: Any) -> dict[str, Any]:
 # Name -> (row, trained answers, further keys).
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "question and answer": ({"question": ASKED, "answer": GOOD}, [GOOD + TURN], {}),
-    "Dolly": (
-        {"instruction": "Add.", "context": "{n} and {n}", "response": GOOD, "category": "closed_qa"},
-        [GOOD + TURN],
-        {},
-    ),
-    "Alpaca": (
-        {"instruction": ASKED, "input": "", "output": GOOD, "text": f"### Question: {ASKED}\n### Answer: {GOOD}"},
-        [GOOD + TURN],
-        {},
-    ),
     "other names, texts": (
         {"query": ASKED, "reply": GOOD},
         [GOOD + TEXT],
         {"dataset_columns": {"prompt": "query", "completion": "reply"}},
-    ),
-    "other names, turns": (
-        {"query": ASKED, "reply": GOOD},
-        [GOOD + TURN],
-        {"dataset_columns": {"question": "query", "answer": "reply"}},
     ),
     "ignored label": (
         {"prompt": ASKED, "completion": GOOD, "label": False},
@@ -75,26 +60,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         {},
     ),
     "chats with common prefix": ({"chosen": [USER, say(GOOD)], "rejected": [USER, say(BAD)]}, [GOOD + TURN], {}),
-    "orca": ({"system": "Be kind.", "question": ASKED, "chosen": GOOD, "rejected": BAD}, [GOOD + TURN], {}),
-    "LLaMA-Factory, objects": (
-        {
-            "conversations": [{"from": "human", "value": ASKED}],
-            "chosen": {"from": "gpt", "value": GOOD},
-            "rejected": {"from": "gpt", "value": BAD},
-        },
-        [GOOD + TURN],
-        {},
-    ),
-    "LLaMA-Factory, strings": (
-        {"conversations": [{"from": "human", "value": ASKED}], "chosen": GOOD, "rejected": BAD},
-        [GOOD + TURN],
-        {},
-    ),
-    "LLaMA-Factory, instructions": (
-        {"instruction": ASKED, "input": "", "chosen": GOOD, "rejected": BAD},
-        [GOOD + TURN],
-        {},
-    ),
     "pairs with other names": (
         {"query": ASKED, "good": GOOD, "bad": BAD},
         [GOOD + TURN],

@@ -20,18 +20,11 @@ def change(number, **columns):
     return rows
 
 
-SAME = make_rows()[5]["chosen"]
 LONG = [{"role": "user", "content": "on and on " * 200}]
 BAD_DATA = {
     "empty file": ("", "", "check how it was written"),
-    "blank lines": ("\n\n", "", "check how it was written"),
     "invalid JSON": (json.dumps(make_rows()[0]) + "\n{oops\n", ":2", "write one JSON object a line"),
     "no rejected answer": (change(3, rejected=None), ":4", "fill it or remove the row"),
-    "no rejected column": ([{"prompt": "a", "chosen": "b"}], ":1", "name them with `dataset_columns`"),
-    "equal answers": (change(5, rejected=SAME), ":6", "remove the row"),
-    "empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
-    "no prompt": ([{"prompt": "", "chosen": " a", "rejected": " b"}], ":1", "write a prompt"),
-    "rows of SFT": ([{"messages": [{"role": "assistant", "content": "a"}]}], ":1", "name them with `dataset_columns`"),
     "prompt longer than max_length": (
         change(7, prompt=LONG),
         ":8",
@@ -59,29 +52,6 @@ def test_invalid_data_are_reported_and_next_start_is_fresh(recipe, tmp_path, tin
         assert run_here(recipe, config) == 0
         assert read_record(tmp_path / "a run")["status"] == "done"
         assert len(read_events(tmp_path / "a run")) == 2
-
-
-def test_overlong_rows_are_dropped_and_counted(recipe, tmp_path, tiny_model_dir, capsys):
-    data = write_rows(tmp_path / "pairs.jsonl", change(7, prompt=LONG))
-    keys = {"max_length": 256, "overlong": "drop"}
-    assert run_here(recipe, write_config(tmp_path, tiny_model_dir, data, max_truncated_fraction=0.01, **keys)) == 2
-    assert "rows longer than max_length, left out: 1" in capsys.readouterr().err
-    assert run_here(recipe, write_config(tmp_path, tiny_model_dir, data, **keys)) == 0
-    record = read_record(tmp_path / "a run")["data"]
-    assert (record["train"]["num_pairs"], record["dropped"]["train"]["num_overlong"]) == (11, 1)
-
-
-def test_train_eval_overlap_names_both_rows(recipe, tmp_path, tiny_model_dir, capsys):
-    data = write_rows(tmp_path / "pairs.jsonl", make_rows())
-    held_out = write_rows(tmp_path / "held out.jsonl", make_rows()[6:8])
-    config = write_config(tmp_path, tiny_model_dir, data, dataset_test_split=str(held_out))
-    assert run_here(recipe, config) == 2
-    error = capsys.readouterr().err
-    assert f"{data}:7 = {held_out}:1" in error
-    assert f"{data}:8 = {held_out}:2" in error
-    assert "allow_eval_overlap: true" in error
-    assert run_here(recipe, config, "--allow_eval_overlap", "true") == 0
-    assert read_events(tmp_path / "a run", "eval")[-1]["eval_num_pairs"] == 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])

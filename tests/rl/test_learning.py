@@ -184,10 +184,7 @@ def test_ppo_misses_optimum_of_another_kl_coef(run_b, factor):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "estimate",
-    [
-        lambda logps, ref: (ref - logps).exp() - 1 + (logps - ref),
-        lambda logps, ref: ref - logps,
-    ],
+    [lambda logps, ref: (ref - logps).exp() - 1 + (logps - ref), lambda logps, ref: ref - logps],
     ids=["k3", "negated"],
 )
 def test_ppo_misses_optimum_with_other_kl_estimators(run_b, monkeypatch, estimate):

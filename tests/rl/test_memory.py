@@ -20,14 +20,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.models.generation import SampleByUniforms
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.memory_plan import (
-    COMMUNICATION,
-    CONTEXT,
-    RESERVE,
-    SAMPLING_BYTES,
-    Held,
-    Layout,
-)
+from recipes_lib.planning.memory_plan import COMMUNICATION, CONTEXT, RESERVE, SAMPLING_BYTES, Held, Layout
 from recipes_lib.rl.rewards import load_rewards
 
 ROWS = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "max_length": 24, "response_length": 8}

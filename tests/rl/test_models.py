@@ -8,9 +8,7 @@ import pytest
 import torch
 from tests.rl import keys_task
 from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
-from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
@@ -20,7 +18,7 @@ from transformers import (
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.roles import REWARD, drop_scorers
+from recipes_lib.models.adapters.roles import drop_scorers
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, encode_answers, store_reward_statistics
 
 IDS = torch.tensor([[10, 11, 2, 3, 2, 2, 1]])
@@ -104,39 +102,6 @@ def test_separate_critic_cannot_start_from_adapter(load, reward_adapter_dir, pol
         load(reward_model_name_or_path=reward_adapter_dir)
     models = load(reward_model_name_or_path=reward_adapter_dir, critic_model_name_or_path=policy_dir)
     assert models.reward is None
-
-
-ANSWERS = [("w10 w11 k0 k1", "k0 k0"), ("w12 k3 k2", "k3 k2 k3 k2"), ("k5 k4", "k4")]
-
-
-def test_reward_adapter_shares_base_and_keeps_its_scores(load, reward_adapter_dir, policy_dir):
-    alone = RewardModel.load(reward_adapter_dir)
-    models = load(use_peft=True, lora_r=4, reward_model_name_or_path=reward_adapter_dir)
-    expected = alone.score(ANSWERS)
-    assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
-    assert len({round(score, 2) for score in expected}) == len(ANSWERS)
-    with models.using("policy") as policy, torch.no_grad():
-        before = policy(input_ids=IDS).logits
-    for parameter in models.policy_parameters().values():
-        nn.init.normal_(parameter, std=0.1)
-    with models.using("policy") as policy, torch.no_grad():
-        assert not torch.allclose(policy(input_ids=IDS).logits, before)
-    assert models.reward.score(ANSWERS) == pytest.approx(expected, abs=1e-5)
-
-    # Parameters in memory: the base, three adapters, two heads.
-    held = {
-        p.untyped_storage().data_ptr(): p
-        for m in (models.policy, models.critic, models.reward.model)
-        for p in m.parameters()
-    }
-    trunk = {id(p): p for p in AutoModelForCausalLM.from_pretrained(policy_dir).parameters()}
-    ranks = 4 + 2 * 3  # The policy's; those of the reward model and of the critic initialised from it.
-    widths = sum(4 * (64 + 64) + 3 * (64 + 128) for _ in range(2))
-    assert sum(p.numel() for p in held.values()) == sum(p.numel() for p in trunk.values()) + ranks * widths + 2 * 65
-    assert not {id(p) for p in models.critic_parameters().values()} & {
-        id(p) for p in models.policy_parameters().values()
-    }
-    assert not any(f".{REWARD}." in name for name in {**models.policy_parameters(), **models.critic_parameters()})
 
 
 def test_shared_critic_starts_with_rewards_or_zero(load, reward_adapter_dir, policy_dir):

@@ -177,11 +177,7 @@ def test_defaults_of_torch_are_restored_after_import_and_call(tmp_path, monkeypa
 
 
 def test_functions_that_cannot_be_called_are_reported():
-    functions = {
-        "exact": exact,
-        "bare": lambda completions: completions,
-        "builtin": max,
-    }
+    functions = {"exact": exact, "bare": lambda completions: completions, "builtin": max}
     verify_arguments(functions | {"bare": whole}, ["solution"])
     with pytest.raises(ConfigError) as caught:
         verify_arguments(functions, ["answer"])

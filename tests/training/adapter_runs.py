@@ -21,13 +21,7 @@ from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
 def make_adapter_trainer(
-    model_dir: Path,
-    output_dir: Path,
-    packs: Any,
-    adapter: AdapterConfig,
-    *,
-    quantization: Any = None,
-    **training: Any,
+    model_dir: Path, output_dir: Path, packs: Any, adapter: AdapterConfig, *, quantization: Any = None, **training: Any
 ) -> tuple[SFTTrainer, Recorder, list[str]]:
     """Return a trainer of ``adapter`` on the model, the recorder of its steps, and its progress lines."""
     keys = KEYS | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir}

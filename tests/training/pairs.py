@@ -20,13 +20,7 @@ from tests.training.trajectories import Narrator, Recorder
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from recipes_lib.config.schema import (
-    AdapterConfig,
-    ModelConfig,
-    PreferenceConfig,
-    RecipeConfig,
-    TokensConfig,
-)
+from recipes_lib.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.pairs.preference_sets import PairAudit, PairData
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch

@@ -46,14 +46,7 @@ SMALL: Mapping[str, Any] = {
 }
 """Values that replace those of a tutorial, for keys that its file has; those of ``EVERYWHERE`` are always set."""
 EVERYWHERE = {"use_cpu", "max_steps", "test_split_size"}
-DROPPED_SUFFIXES = (
-    "_revision",
-    "chat_template_path",
-    "eos_token",
-    "num_train_epochs",
-    "max_tokens",
-    "bf16",
-)
+DROPPED_SUFFIXES = ("_revision", "chat_template_path", "eos_token", "num_train_epochs", "max_tokens", "bf16")
 PAD_TOKENS = {"meta-llama": "<|finetune_right_pad_id|>", "mistralai": "<unk>"}
 """Padding token of each account's models, in whose place the small model has its own; ``<|pad|>`` elsewhere."""
 FOR_RANDOM_MODEL: Mapping[str, Mapping[str, Any]] = {

@@ -14,13 +14,7 @@ from recipes_lib.commands import prepare
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.packing import Examples, build_examples
-from recipes_lib.data.packed.preview import (
-    Piece,
-    PreviewRow,
-    build_preview,
-    compute_pieces,
-    render_text,
-)
+from recipes_lib.data.packed.preview import Piece, PreviewRow, build_preview, compute_pieces, render_text
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow
 from recipes_lib.errors import ConfigError, DataError

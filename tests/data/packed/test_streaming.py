@@ -15,11 +15,7 @@ from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.packed.training_data import (
-    audit_first_window,
-    load_training_data,
-    read_eval_packs,
-)
+from recipes_lib.data.packed.training_data import audit_first_window, load_training_data, read_eval_packs
 from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15

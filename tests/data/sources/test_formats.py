@@ -1,16 +1,28 @@
-"""Detection of dataset layouts and conversion to the canonical row, against literals and TRL."""
+"""Detection of dataset layouts and conversion to the canonical row, against literals and TRL; rows that are refused."""
 
 from __future__ import annotations
 
 import copy
-import json
 import string
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from tests.data.sources.layout_cases import (
+    ANSWER,
+    CASES,
+    CHAT,
+    DIALOGUE,
+    GPT,
+    HUMAN,
+    RESULT,
+    SYSTEM,
+    TEXT_PAIR,
+    USER,
+    WRONG,
+    pair,
+)
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from recipes_lib.config.schema import DatasetFormat
@@ -19,28 +31,6 @@ from recipes_lib.data.pairs.preference_sets import encode_pairs
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.rows import RawRow, Row
 from recipes_lib.errors import DataError
-
-USER = {"role": "user", "content": "What is 2 + 2?"}
-ANSWER = {"role": "assistant", "content": "4"}
-WRONG = {"role": "assistant", "content": "5"}
-SYSTEM = {"role": "system", "content": "Be brief."}
-JSON_CHAT = json.dumps([USER, ANSWER])
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-WRITTEN_CALL = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
-RESULT = {"role": "tool", "content": "4"}
-HUMAN, GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
-ADD = {"role": "user", "content": "Add.\n2 + 2"}
-CHAT, BRIEF = {"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}
-TEXT_PAIR = {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5"}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-
-
-DIALOGUE = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
-
-
-def pair(*prompt: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": [*prompt, ANSWER], "num_prompt_messages": len(prompt), "rejected": [WRONG]}
 
 
 def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
@@ -52,317 +42,9 @@ def detect(raw: dict[str, Any], declared: DatasetFormat = "auto") -> RowFormat:
     return detect_format(RawRow("data.jsonl:1", 1, raw), declared)
 
 
-# case -> layout, row of the dataset, fields of the canonical row
-GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
-    "chat": ("messages", BRIEF, BRIEF),
-    "chat with tools": (
-        "messages",
-        {**CHAT, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
-        {**CHAT, "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
-    ),
-    "tools as JSON": ("messages", {**CHAT, "tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
-    "function calls as the answer, as in xlam": (
-        "question_answer",
-        {
-            "id": 1,
-            "query": "What is 2 + 2?",
-            "answers": json.dumps([WRITTEN_CALL], indent=1),
-            "tools": '[{"name": "add"}]',
-        },
-        {"messages": [USER, CALLED], "tools": [{"name": "add"}]},
-    ),
-    "no tools": ("messages", {**CHAT, "tools": "[]"}, CHAT),
-    "chat ending with the user": ("messages", {"messages": [USER, ANSWER, USER]}, {"messages": [USER, ANSWER, USER]}),
-    "two answers in a row": ("messages", {"messages": [USER, ANSWER, ANSWER]}, {"messages": [USER, ANSWER, ANSWER]}),
-    "text parts": (
-        "messages",
-        {
-            "messages": [
-                {**USER, "content": [{"type": "text", "text": part} for part in ("What is ", "2 + 2?")]},
-                ANSWER,
-            ]
-        },
-        CHAT,
-    ),
-    "tool calls as OpenAI writes them": (
-        "messages",
-        {
-            "messages": [
-                USER,
-                {**CALLED, "content": None, "tool_calls": [{"type": "function", "function": WRITTEN_CALL}]},
-                {**RESULT, "tool_call_id": "1"},
-                ANSWER,
-            ]
-        },
-        {"messages": [USER, CALLED, {**RESULT, "tool_call_id": "1"}, ANSWER]},
-    ),
-    "null keys": (
-        "messages",
-        {"messages": [{**USER, "name": None, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
-        CHAT,
-    ),
-    "keys of the template": (
-        "messages",
-        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
-        {"messages": [USER, {**ANSWER, "reasoning_content": "easy"}]},
-    ),
-    "prompt and completion": (
-        "prompt_completion",
-        {"prompt": "2 + 2 =", "completion": " 4"},
-        {"prompt": "2 + 2 =", "completion": " 4"},
-    ),
-    "empty prompt": ("prompt_completion", {"prompt": "", "completion": "a"}, {"prompt": "", "completion": "a"}),
-    "prompt and completion as chats": (
-        "prompt_completion",
-        {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
-        {**BRIEF, "num_prompt_messages": 2},
-    ),
-    "prompt as a chat and completion as text": (
-        "prompt_completion",
-        {"prompt": [SYSTEM, USER], "completion": "4"},
-        {**BRIEF, "num_prompt_messages": 2},
-    ),
-    "prompt as text and completion as a chat": (
-        "prompt_completion",
-        {"prompt": "What is 2 + 2?", "completion": [ANSWER], "system_prompt": "Be brief."},
-        {**BRIEF, "num_prompt_messages": 2},
-    ),
-    "text": ("text", {"text": " To be, or not to be \n"}, {"text": " To be, or not to be \n"}),
-    "ShareGPT": ("sharegpt", {"conversations": [HUMAN, GPT]}, CHAT),
-    "ShareGPT with system column": ("sharegpt", {"conversations": [HUMAN, GPT], "system": "Be brief."}, BRIEF),
-    "ShareGPT in role and content": ("sharegpt", {"conversations": [{**USER, "role": "human"}, ANSWER]}, CHAT),
-    "ShareGPT with tools": (
-        "sharegpt",
-        {
-            "conversations": [
-                HUMAN,
-                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
-                {"from": "observation", "value": "4"},
-                GPT,
-            ]
-        },
-        {"messages": [USER, CALLED, RESULT, ANSWER]},
-    ),
-    "Alpaca": ("alpaca", {"instruction": "Add.", "input": "2 + 2", "output": "4"}, {"messages": [ADD, ANSWER]}),
-    "Alpaca with history": (
-        "alpaca",
-        {"instruction": "Add.", "input": "2 + 2", "output": "4", "system": "Be brief.", "history": [["Hi", "Hello"]]},
-        {
-            "messages": [
-                SYSTEM,
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "Hello"},
-                ADD,
-                ANSWER,
-            ]
-        },
-    ),
-    "preference": ("preference", {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, TEXT_PAIR),
-    "preference as chats": ("preference", {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]}, pair(USER)),
-    "preference with a margin": (
-        "preference",
-        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 2},
-        {**TEXT_PAIR, "margin": 2.0},
-    ),
-    "preference as chats with a margin": (
-        "preference",
-        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "margin": 0.5},
-        {**pair(USER), "margin": 0.5},
-    ),
-    "preference with the prompt inside": (
-        "preference",
-        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
-        pair(SYSTEM, USER),
-    ),
-    "preference with its prompt in a dialogue": (
-        "preference",
-        {"chosen": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE} It is 4"}
-        | {"rejected": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE} It is 5"},
-        {"prompt": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE}", "completion": " It is 4", "rejected": " It is 5"},
-    ),
-    "preference with its prompt in the texts": (
-        "preference",
-        {"chosen": "Post: a b\nTL;DR: forty", "rejected": "Post: a b\nTL;DR: fourteen"},
-        {"prompt": "Post: a b\nTL;DR:", "completion": " forty", "rejected": " fourteen"},
-    ),
-    "preference with a text prompt and messages": (
-        "preference",
-        {"prompt": "What is 2 + 2?", "chosen": [ANSWER], "rejected": [WRONG]},
-        pair(USER),
-    ),
-    "preference with a chat and texts": (
-        "preference",
-        {"prompt": [SYSTEM, USER], "chosen": "4", "rejected": "5"},
-        pair(SYSTEM, USER),
-    ),
-    "orca": (
-        "preference",
-        {"system": "Be brief.", "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
-        pair(SYSTEM, USER),
-    ),
-    "LLaMA-Factory's pairs as objects": (
-        "preference",
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},
-        pair(USER),
-    ),
-    "LLaMA-Factory's pairs as strings": (
-        "preference",
-        {"conversations": [HUMAN], "system": "Be brief.", "chosen": "4", "rejected": "5"},
-        pair(SYSTEM, USER),
-    ),
-    "LLaMA-Factory's pairs of instructions": (
-        "preference",
-        {"instruction": "Add.", "input": "2 + 2", "chosen": "4", "rejected": "5"},
-        pair(ADD),
-    ),
-    "Alpaca with its text": (
-        "alpaca",
-        {"instruction": "What is 2 + 2?", "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"},
-        CHAT,
-    ),
-    "Dolly": (
-        "dolly",
-        {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
-        {"messages": [ADD, ANSWER]},
-    ),
-    "question and answer": ("question_answer", {"question": "What is 2 + 2?", "answer": "4"}, CHAT),
-    "a chat beside a question and an answer": ("messages", {**CHAT, "question": "What is 2 + 2?", "answer": "4"}, CHAT),
-    "chat under the keys of ShareGPT": (
-        "messages",
-        {"messages": [HUMAN, {"role": "Assistant", "value": "4", "from": None}]},
-        CHAT,
-    ),
-    "chat in a cell": ("messages", {"messages": json.dumps([USER, ANSWER])}, CHAT),
-    "chat with its system prompt beside it": ("messages", {**CHAT, "system": "Be brief."}, BRIEF),
-    "chat with its system prompt beside it and inside": ("messages", {**BRIEF, "system": "Be brief."}, BRIEF),
-    "parts that are strings": ("messages", {"messages": [{**USER, "content": ["What is ", "2 + 2?"]}, ANSWER]}, CHAT),
-    "OpenAI's functions": (
-        "messages",
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "function_call": WRITTEN_CALL},
-                {"role": "function", "name": "add", "content": "4"},
-                ANSWER,
-            ]
-        },
-        {"messages": [USER, CALLED, {**RESULT, "name": "add"}, ANSWER]},
-    ),
-    "chat beside a null column": ("messages", {**CHAT, "text": None}, CHAT),
-    "LMSYS": ("sharegpt", {"conversation": [USER, ANSWER], "model": "vicuna"}, CHAT),
-    "ShareGPT with a system prompt": (
-        "sharegpt",
-        {"conversations": [USER, ANSWER], "system_prompt": "Be brief."},
-        BRIEF,
-    ),
-    "OpenOrca": (
-        "question_answer",
-        {"id": "1", "system_prompt": "Be brief.", "question": "What is 2 + 2?", "response": "4"},
-        BRIEF,
-    ),
-    "MetaMathQA": (
-        "question_answer",
-        {"type": "t", "query": "What is 2 + 2?", "original_question": "?", "response": "4"},
-        CHAT,
-    ),
-    "a problem and its solution": ("question_answer", {"problem": "What is 2 + 2?", "solution": "4", "level": 1}, CHAT),
-    "a prompt and its response": (
-        "question_answer",
-        {"prompt": "What is 2 + 2?", "response": "4", "label": "good"},
-        CHAT,
-    ),
-    "an instruction and its completion": (
-        "question_answer",
-        {"instruction": "What is 2 + 2?", "completion": "4"},
-        CHAT,
-    ),
-    "Aya": ("question_answer", {"inputs": "What is 2 + 2?", "targets": "4", "language": "English"}, CHAT),
-    "OpenMathInstruct": (
-        "question_answer",
-        {"problem": "What is 2 + 2?", "generated_solution": "4", "expected_answer": "4"},
-        CHAT,
-    ),
-    "a question about a context": (
-        "question_answer",
-        {"question": "Add.", "context": "2 + 2", "answer": "4"},
-        {"messages": [ADD, ANSWER]},
-    ),
-    "GPTeacher": (
-        "dolly",
-        {"instruction": "Add.", "input": "2 + 2", "response": "4"},
-        {"messages": [ADD, ANSWER]},
-    ),
-    "LIMA": ("sharegpt", {"conversations": ["What is 2 + 2?", "4"], "source": "web"}, CHAT),
-    "The Stack's file of a chat": ("text", {"content": JSON_CHAT, "original": str([USER])}, {"text": JSON_CHAT}),
-    "an answer that is JSON of a chat": (
-        "alpaca",
-        {"instruction": "Write a chat.", "output": JSON_CHAT},
-        {"messages": [{**USER, "content": "Write a chat."}, {**ANSWER, "content": JSON_CHAT}]},
-    ),
-    "The Stack": ("text", {"content": "x = 4", "lang": "Python"}, {"text": "x = 4"}),
-    "distilabel's pairs of Orca": (
-        "preference",
-        {"system": "Be brief.", "input": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
-        pair(SYSTEM, USER),
-    ),
-    "pairs of chats in cells": (
-        "preference",
-        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG], indent=2)},
-        pair(USER),
-    ),
-    "messages as an object of lists": (
-        "messages",
-        {"messages": {"role": ["user", "assistant"], "content": ["What is 2 + 2?", "4"]}},
-        CHAT,
-    ),
-    "pairs of objects of lists": (
-        "preference",
-        {
-            "chosen": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "4"]},
-            "rejected": {"from": ["human", "gpt"], "value": ["What is 2 + 2?", "5"]},
-        },
-        pair(USER),
-    ),
-    "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
-    "images beside text": ("messages", {**CHAT, "images": ["a.png"]}, CHAT),
-    "no tools and variables in cells": ("messages", {**CHAT, "tools": "null", "chat_template_kwargs": "null"}, CHAT),
-    "template variables in a cell": (
-        "messages",
-        {**CHAT, "chat_template_kwargs": '{"enable_thinking": true}'},
-        {**CHAT, "template_kwargs": {"enable_thinking": True}},
-    ),
-    "preference with the prompt inside and as text": (
-        "preference",
-        {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
-        pair(USER),
-    ),
-    "preference with the prompt inside and as a chat": (
-        "preference",
-        {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
-        pair(USER),
-    ),
-    "preference with the prompt inside and its system prompt beside it": (
-        "preference",
-        {"system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
-        pair(SYSTEM, USER),
-    ),
-    "Nemotron": (
-        "question_answer",
-        {"input": [USER], "output": "4", "system_prompt": "Be brief.", "reasoning": "off"},
-        BRIEF,
-    ),
-    "medical-o1": ("question_answer", {"Question": "What is 2 + 2?", "Complex_CoT": "?", "Response": "4"}, CHAT),
-    "Alpaca in upper case": (
-        "alpaca",
-        {"Instruction": "Add.", "Input ": "2 + 2", "OUTPUT": "4", "Text": "Add. 2 + 2 4", "ID": 1},
-        {"messages": [ADD, ANSWER]},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", GOLDEN)
+@pytest.mark.parametrize("kind", CASES)
 def test_layout_is_detected_and_converted(kind: str) -> None:
-    layout, raw, fields = GOLDEN[kind]
+    layout, raw, fields = CASES[kind]
     untouched = copy.deepcopy(raw)
     assert detect(raw).name == layout
     assert convert(raw) == Row(where="data.jsonl:1", **fields)
@@ -397,9 +79,12 @@ def test_excluded_answer_of_pair_is_refused(name: str) -> None:
         convert(raw)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GOLDEN if GOLDEN[kind][0] in ("messages", "sharegpt")])
+CHATS = [name for name, case in CASES.items() if case[0] in ("messages", "sharegpt") and "untrained" not in case[2]]
+
+
+@pytest.mark.parametrize("kind", CHATS)
 def test_conversion_is_idempotent(kind: str) -> None:
-    once = convert(GOLDEN[kind][1])
+    once = convert(CASES[kind][1])
     again = convert({"messages": once.messages, "tools": once.tools, "chat_template_kwargs": once.template_kwargs})
     assert again == once
 
@@ -426,8 +111,8 @@ def test_prompt_repeated_by_both_answers_is_error() -> None:
         convert(raw)
     row = convert({"chosen": raw["chosen"], "rejected": raw["rejected"]})
     assert (row.prompt, row.completion, row.rejected) == (raw["prompt"], " Four.", " Five.")
-    for pair in ({**raw, "rejected": "Five."}, {"prompt": "Hi", "chosen": "Hi!", "rejected": "Hi there"}):
-        assert convert(pair).completion == pair["chosen"]
+    for apart in ({**raw, "rejected": "Five."}, {"prompt": "Hi", "chosen": "Hi!", "rejected": "Hi there"}):
+        assert convert(apart).completion == apart["chosen"]
 
 
 WORDS = st.lists(st.text(string.ascii_letters, min_size=1, max_size=4), max_size=4)
@@ -454,9 +139,7 @@ def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[st
         ("A line\n\n", "  grey", "  green"),
     ],
 )
-def test_implicit_text_prompt_ends_at_token_boundary(
-    prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_implicit_text_prompt_ends_at_token_boundary(prompt, chosen, rejected, tiny_tokenizer) -> None:
     """The boundary is neither inside a word nor after a space."""
     row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})
@@ -559,3 +242,152 @@ def test_margin_that_is_no_finite_number_is_refused(margin: object) -> None:
 def test_margin_is_read_from_number_or_cell(margin: str | None, expected: float | None) -> None:
     row = convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})
     assert row.margin == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"messages": [USER, ANSWER], "rejected_messages": [USER, WRONG]},
+        {"messages": [USER, ANSWER], "rejected_response": "5"},
+        {"query": "What is 2 + 2?", "response": "4", "rejected_response": "5", "history": None},
+    ],
+)
+def test_pairs_of_ms_swift_are_read_where_pairs_are_trained_on(raw: dict[str, Any]) -> None:
+    assert convert(raw, "preference") == Row(where="data.jsonl:1", **pair(USER))
+    assert convert(raw) == Row(where="data.jsonl:1", **CHAT)
+
+
+def test_column_of_chosen_answers_precedes_a_response() -> None:
+    raw = {"question": "What is 2 + 2?", "response": "four", "chosen_response": "4", "rejected_response": "5"}
+    assert convert(raw, "preference") == Row(where="data.jsonl:1", **pair(USER))
+
+
+def test_list_of_texts_in_data_beside_an_answer_is_no_chat() -> None:
+    raw = {"input": "What is 2 + 2?", "output": "4", "data": ["a", "b"]}
+    assert detect(raw).name == "question_answer"
+    assert convert(raw) == Row(where="data.jsonl:1", **CHAT)
+
+
+def test_verdict_columns_are_described_as_published() -> None:
+    entry = RawRow("d:1", 1, CASES["PKU-SafeRLHF"][1])
+    expected = "`preference` layout, from response_1, response_0, prompt; ignored: better_response_id"
+    assert str(detect_format(entry)) == expected
+
+
+def test_column_with_two_meanings_in_a_layout_is_described_once() -> None:
+    entry = RawRow("d:1", 1, CASES["distilabel-math-preference"][1])
+    assert str(detect_format(entry)).count("instruction") == 1
+
+
+def test_other_spelling_of_an_optional_column_is_described() -> None:
+    entry = RawRow("d:1", 1, CASES["function-calling-chatml"][1])
+    expected = "`sharegpt` layout, from conversations, system_message as system; ignored: function_description"
+    assert str(detect_format(entry)) == expected
+
+
+BY_FORMAT, BY_COLUMNS = "dataset_format: question_answer", "name them with `dataset_columns`"
+NO_QUESTION = "the dataset that has the questions"
+BATTLE = {"prompt": '["a"]', "response_a": '["b"]', "response_b": '["c"]', "winner_model_a": 1}
+# dataset -> row that is refused, a part of the remedy
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "openchat": ({"items": [HUMAN, GPT], "tags": ["a", "b"]}, "write `dataset_columns: {conversations: items}`"),
+    "OpenRLHF's prompts": ({"context_messages": [USER], "context": "USER:"}, "{conversations: context_messages}"),
+    "NeMo Gym": (
+        {"responses_create_params": {"input": [USER], "tools": []}},
+        "{conversations: responses_create_params.input}",
+    ),
+    "arena": ({"conversation_a": [USER, ANSWER], "conversation_b": [USER, WRONG], "winner": "tie"}, "remove such rows"),
+    "Nectar": ({"prompt": "2 + 2?", "answers": [{"answer": "4", "rank": 1}], "turns": 1}, "an object of `answers`"),
+    "glaive": ({"system": "SYSTEM: Be brief.", "chat": "USER: 2 + 2?\n\nASSISTANT: 4"}, "{text: chat}"),
+    "SWE-rebench": ({"trajectory": [USER, ANSWER, RESULT], "tools": "[]"}, "{conversations: trajectory}"),
+    "OpenCodeReasoning": ({"input": "2 + 2?", "output": "Add: 4", "solution": "4"}, BY_FORMAT),
+    "xlam-irrelevance": (
+        {"query": "2 + 2?", "answers": "[]", "tools": '[{"name": "add"}]'},
+        "write at least one function call",
+    ),
+    "truthy-dpo": ({"system": "Be brief.", "prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "{question: prompt}"),
+    "oasst1": ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "join the messages of each"),
+    "NuminaMath 1.5": ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, BY_FORMAT),
+    "MMLU": ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
+    "HotpotQA": ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
+    "s1K": ({"question": "2 + 2?", "solution": "4", "attempt": "Add: 4"}, BY_FORMAT),
+    "OpenCodeReasoning 2": ({"question": "-", "r1_generation": "Add: 4", "solution": "4"}, BY_FORMAT),
+    "OpenCodeReasoning 2, its solution": ({"question": "-", "solution": "4"}, NO_QUESTION),
+    "Nemotron 1, chat": ({"messages": [{**USER, "content": ""}, ANSWER]}, NO_QUESTION),
+    "Nemotron 1, code": ({"messages": [SYSTEM, {**USER, "content": " -\n"}, ANSWER]}, NO_QUESTION),
+    "Super-NaturalInstructions": ({"definition": "Add.", "inputs": "2 + 2", "targets": "4"}, BY_COLUMNS),
+    "Codeforces": ({"description": "Add.", "examples": [{"input": "2 2", "output": "4"}]}, BY_COLUMNS),
+    "The Stack 2": ({"repo_name": "a/b", "files": [{"blob_id": "1", "path": "a.py"}]}, BY_COLUMNS),
+    "NaturalReasoning": (
+        {"question": "2 + 2?", "responses": [{"response": "4", "model": "x"}]},
+        "an object of `responses`",
+    ),
+    "UltraFeedback": (
+        {"instruction": "2 + 2?", "completions": [{"response": "4", "score": 1}]},
+        "an object of `completions`",
+    ),
+    "55k battles, tie": ({**BATTLE, "winner_model_a": 0, "winner_model_b": 0}, "remove such rows"),
+    "55k battles, two answers": ({**BATTLE, "response_a": '["b", "c"]'}, "as many as prompts"),
+    "55k battles, no answer": ({**BATTLE, "response_a": "[null]"}, "the text of the turn"),
+    "55k battles, not JSON": ({**BATTLE, "response_a": "[b"}, "write it as JSON"),
+    "axolotl's segments": (
+        {"segments": [{"label": False, "text": "2 + 2?"}, {"label": True, "text": "4"}]},
+        "the masked text of `segm",
+    ),
+    "Gemini, file": ({"contents": [{"role": "user", "parts": [{"fileData": {"fileUri": "a"}}]}]}, "only text parts"),
+    "The Cauldron": (
+        {"images": [{"path": "a.png"}], "texts": [{"user": "2 + 2?", "assistant": "4"}]},
+        "{images: null}",
+    ),
+    "FineVision, text only": (
+        {"images": [], "texts": [{"user": "2 + 2?", "assistant": "4"}], "source": "x"},
+        "{conversations: texts}",
+    ),
+    "VQA": ({"image": {"path": "a.png"}, "question": "What is it?", "answer": "a cat"}, "{image: null}"),
+    "RLAIF-V": ({"image": {"path": "a.png"}, "question": "?", "chosen": "a cat", "rejected": "a dog"}, "{image: null}"),
+    "P3": ({"inputs": [1, 2], "inputs_pretokenized": "2 + 2?", "targets": [3, 1]}, "{inputs: inputs_pretokenized"),
+    "medical-o1-reasoning": (
+        {"Question": "2 + 2?", "Complex_CoT": "Two and two are four.", "Response": "4"},
+        "`dataset_columns: {reasoning_content: Complex_CoT}` to train on it, or `{Complex_CoT: null}`",
+    ),
+    "Opus 4.6 reasoning": (
+        {"problem": "2 + 2?", "thinking": "It is a sum.", "solution": "4"},
+        "{reasoning_content: thinking}",
+    ),
+    "Alpaca with reasoning": (
+        {"instruction": "2 + 2?", "cot": "Two and two are four.", "output": "4"},
+        "{reasoning_content: cot}",
+    ),
+}
+
+
+@pytest.mark.parametrize("dataset", REFUSED)
+def test_other_public_row_is_refused_with_a_remedy(dataset: str) -> None:
+    raw, remedy = REFUSED[dataset]
+    with pytest.raises(DataError) as refused:
+        convert(raw)
+    (problem,) = refused.value.problems
+    assert remedy in str(problem.remedy)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_chat_with_an_answer_of_its_own_beside_a_pair_is_refused(column: str) -> None:
+    with pytest.raises(DataError, match=rf"`{column}` ends with an answer .*\n.*{column}: null"):
+        convert({column: [USER, ANSWER], "chosen": "4", "rejected": "5"}, "preference")
+
+
+def test_other_spellings_are_read_if_the_layout_is_declared() -> None:
+    raw = {"text": "Once upon a time", "problem": "What is 2 + 2?", "solution": "4"}
+    assert detect(raw).name == "text"
+    assert convert(raw, "question_answer").messages == [USER, ANSWER]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt", "System", " System_Prompt"])
+@pytest.mark.parametrize("has_null", [False, True])
+def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_null: bool) -> None:
+    question = {"query": "What is 2 + 2?", "response": "4"}
+    row_format = detect_format(RawRow("d:1", 1, question | ({column: None} if has_null else {})))
+    assert (column in row_format.columns) == has_null
+    assert column not in row_format.ignored
+    row = canonicalize(RawRow("d:2", 2, {**question, column: "Be brief."}), row_format)
+    assert row.messages == [SYSTEM, USER, ANSWER]

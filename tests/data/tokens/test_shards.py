@@ -160,15 +160,6 @@ def test_full_shards_do_not_grow(tmp_path):
     assert counts == [0, 1, 1, 2]
 
 
-def test_disk_error_propagates(tmp_path, monkeypatch):
-    def fail(_):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"), TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:
-        append(writer, make_documents([40]), 0, 1)
-
-
 def read_all(source: TokenSource, connection) -> None:
     connection.send(source.read(0, source.num_tokens).tolist())
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
-import os
 
 import pytest
 from rich.console import Console
@@ -157,16 +155,6 @@ def test_source_held_out_entirely_is_error(build, load_tokenizer):
 def test_share_that_holds_out_nothing_is_refused(build, load_tokenizer):
     with pytest.raises(DataError, match=r"no document of \d+ is held out\n.*`eval_datasets`"):
         prepare_tokens(build(test_split_size=1e-9), load_tokenizer)
-
-
-def test_full_disk_is_one_problem(build, load_tokenizer, monkeypatch):
-    def fail(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(DataError, match="free some space") as raised:
-        prepare_tokens(build(), load_tokenizer)
-    assert len(raised.value.problems) == 1
 
 
 def test_stream_is_read_only_as_far_as_needed(build, load_tokenizer, monkeypatch, tokenized):

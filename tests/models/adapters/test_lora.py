@@ -228,11 +228,7 @@ def test_residual_base_is_refused_as_reference_model(init):
 )
 def test_fully_trained_embeddings_stay_tied_after_save_and_merge(tmp_path, kind, whole):
     base = save_model(kind, tmp_path)
-    config = AdapterConfig(
-        use_peft=True,
-        lora_r=4,
-        lora_modules_to_save=[*whole],
-    )
+    config = AdapterConfig(use_peft=True, lora_r=4, lora_modules_to_save=[*whole])
     adapted = add_adapter(load_model(base), config, seed=0)
     assert config.lora_modules_to_save == whole  # PEFT modifies the list that it gets.
     train(adapted)

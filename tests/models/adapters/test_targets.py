@@ -111,9 +111,7 @@ def test_default_targets_are_all_linear_layers_except_output_projection():
         DeepseekV4Config(**SMALL, num_attention_heads=4, **COMPRESSED),
         PhimoeConfig(**SMALL, **HEADS, num_local_experts=2),
         LongcatFlashConfig(
-            **{**SMALL, **HEADS, **LATENT, "head_dim": 8},
-            n_routed_experts=4,
-            expert_ffn_hidden_size=16,
+            **{**SMALL, **HEADS, **LATENT, "head_dim": 8}, n_routed_experts=4, expert_ffn_hidden_size=16
         ),
         ZambaConfig(**{**SMALL, **HEADS, **SHARED, "num_hidden_layers": 4}),
     ],

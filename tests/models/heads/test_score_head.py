@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.heads.test_loss_head import train_by_two
 from tests.parity.test_loss_head import CONFIGS
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError
@@ -272,9 +267,7 @@ def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> 
 
 
 @pytest.mark.parametrize(("side", "pad_in_config"), [("left", 0), ("right", None)])
-def test_saved_model_has_equal_scores_in_plain_transformers(
-    side: str, pad_in_config: int | None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_saved_model_has_equal_scores_in_plain_transformers(side, pad_in_config, tiny_model_dir, tmp_path) -> None:
     model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
     model.config.pad_token_id = pad_in_config  # 0 is the end of text.
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())

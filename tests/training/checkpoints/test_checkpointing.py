@@ -346,13 +346,7 @@ def test_retention_keeps_newest_best_and_every_nth(tiny_model_dir, tmp_path):
     assert_equal_weights(weights_of(trainer), best)
 
 
-@pytest.mark.parametrize(
-    ("losses", "best"),
-    [
-        ([5.0, 4.0, 3.0, 1.0, 2.0, 2.5], 6),
-        ([5.0, 1.0, 3.0, 4.0, 4.0, 4.0], 3),
-    ],
-)
+@pytest.mark.parametrize(("losses", "best"), [([5.0, 4.0, 3.0, 1.0, 2.0, 2.5], 6), ([5.0, 1.0, 3.0, 4.0, 4.0, 4.0], 3)])
 def test_best_model_is_chosen_among_saved_steps(tiny_model_dir, tmp_path, losses, best):
     """Evaluations between two saves are ignored: the weights of these steps are not saved."""
     trainer, _ = make_evaluated_trainer(tiny_model_dir, tmp_path, losses, save_steps=3, save_total_limit=1)

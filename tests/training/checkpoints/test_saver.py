@@ -17,13 +17,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.planning.disk import DiskPlan
 from recipes_lib.training.checkpoints import saver as saver_module
 from recipes_lib.training.checkpoints.manifest import list_checkpoints, read_complete
-from recipes_lib.training.checkpoints.saver import (
-    CheckpointSaver,
-    Staged,
-    count_bytes,
-    describe_dry_run,
-    write_state,
-)
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes, describe_dry_run, write_state
 
 
 @pytest.fixture

@@ -20,11 +20,7 @@ from transformers import TrainerState, TrainingArguments
 from recipes_lib.errors import PreemptedError
 from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.evaluation.held_out import share_rows
-from recipes_lib.training.guards.preemption import (
-    raise_if_stop_pending,
-    read_evaluation,
-    stop_if_agreed,
-)
+from recipes_lib.training.guards.preemption import raise_if_stop_pending, read_evaluation, stop_if_agreed
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopping, MetricsCallback
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 

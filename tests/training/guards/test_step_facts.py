@@ -8,13 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes_lib.errors import DivergedError
-from recipes_lib.training.guards.step_facts import (
-    StepInputs,
-    describe_faults,
-    dump_and_raise,
-    find_faults,
-    write_dump,
-)
+from recipes_lib.training.guards.step_facts import StepInputs, describe_faults, dump_and_raise, find_faults, write_dump
 
 
 def build_chain(*, bad=()):

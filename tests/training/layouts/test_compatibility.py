@@ -182,12 +182,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     (
         (LIVE, ZERO),
-        [
-            (LIVE, FSDP),
-            ({}, ZERO),
-            (LIVE | {"use_peft": True}, ZERO),
-            (LIVE | {"ref_model_name_or_path": "o/r"}, ZERO),
-        ],
+        [(LIVE, FSDP), ({}, ZERO), (LIVE | {"use_peft": True}, ZERO), (LIVE | {"ref_model_name_or_path": "o/r"}, ZERO)],
     ),
     (({"max_rollbacks": 1}, ZERO), [({"max_rollbacks": 1}, FSDP), ({"max_rollbacks": 0}, ZERO)]),
     ((PPO, ZERO), [(PPO, DDP), (PPO | {"use_peft": True}, FSDP), (RLOO, FSDP), ({}, ZERO)]),

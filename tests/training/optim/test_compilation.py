@@ -56,14 +56,7 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
     ],
 )
-def test_compilation_options_by_recipe_and_launch(
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    keys: dict[str, Any],
-    launch: Launch,
-    is_cuda: bool,
-    expected: dict[str, Any] | None,
-) -> None:
+def test_compilation_options_by_recipe_and_launch(monkeypatch, recipe, keys, launch, is_cuda, expected) -> None:
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
@@ -152,8 +145,7 @@ def test_architecture_is_as_before_after_training_with_liger(tiny_model_dir, tmp
         return own(*args, **options)
 
     monkeypatch.setattr(
-        "transformers.trainer.apply_liger_kernel",
-        lambda *_: setattr(modeling_llama, "apply_rotary_pos_emb", rotate),
+        "transformers.trainer.apply_liger_kernel", lambda *_: setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
     )
     trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_steps=1)
     trainer.args.use_liger_kernel = True

@@ -94,12 +94,7 @@ class Census(TrainerCallback):
         self.before.clear()
 
 
-KINDS = {
-    "stored": (True, False),
-    "live": (False, False),
-    "named, stored": (True, True),
-    "named, live": (False, True),
-}
+KINDS = {"stored": (True, False), "live": (False, False), "named, stored": (True, True), "named, live": (False, True)}
 """Kinds of reference: whether its log-probabilities are stored, and whether ``ref_model_name_or_path`` names it."""
 
 

@@ -62,27 +62,14 @@ def test_step_without_targets_stops_before_update(tiny_model_dir, tmp_path):
     assert_equal_weights(weights_of(trainer), before)
 
 
-def test_activation_checkpointing_keeps_trajectory_and_neftune_changes_it(tiny_model_dir, tmp_path):
-    reference, recorder = make_trainer(tiny_model_dir, tmp_path / "0", make_packs())
-    reference.train()
-    checkpointed, same = make_trainer(tiny_model_dir, tmp_path / "1", make_packs(), activation_checkpointing=True)
-    checkpointed.train()
-    for expected, got in zip(recorder.steps, same.steps, strict=True):
-        assert got == pytest.approx(expected, rel=1e-5)
-    noisy, different = make_trainer(tiny_model_dir, tmp_path / "2", make_packs(), neftune_noise_alpha=5.0)
-    noisy.train()
-    assert different.steps[0]["loss"] != recorder.steps[0]["loss"]
-
-
-@pytest.mark.slow
-def test_compiled_trajectory_equals_eager(tiny_model_dir, tmp_path):
-    trajectories = []
-    for compiles in (False, True):
-        trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(compiles), make_packs(), torch_compile=compiles)
+def test_neftune_changes_first_loss(tiny_model_dir, tmp_path):
+    losses = []
+    for alpha in (None, 5.0):
+        folder = tmp_path / str(alpha)
+        trainer, recorder = make_trainer(tiny_model_dir, folder, make_packs(), neftune_noise_alpha=alpha, max_steps=1)
         trainer.train()
-        trajectories.append(recorder.steps)
-    for eager, compiled in zip(*trajectories, strict=True):
-        assert compiled == pytest.approx(eager, rel=1e-4)
+        losses.append(recorder.steps[0]["loss"])
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(("bits", "optim"), [("load_in_4bit", "paged_adamw_8bit"), ("load_in_8bit", "adamw_torch")])

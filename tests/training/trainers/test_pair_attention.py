@@ -50,9 +50,7 @@ WITHOUT_POSITIONS = BloomConfig(vocab_size=512, hidden_size=32, n_layer=1, n_hea
 def configure(tmp_path, shared_prompt=None, kernel=None):
     config = build_config(tmp_path / "model", tmp_path / "run", with_preference(Setting(), shared_prompt=shared_prompt))
     return replace(
-        config,
-        model=replace(config.model, attn_implementation=kernel),
-        provenance={"shared_prompt": "dpo.yaml:7"},
+        config, model=replace(config.model, attn_implementation=kernel), provenance={"shared_prompt": "dpo.yaml:7"}
     )
 
 

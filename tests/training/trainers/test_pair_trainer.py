@@ -116,16 +116,6 @@ def test_activation_checkpointing_keeps_trajectory(tiny_model_dir, tmp_path):
             assert got == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_compiled_trajectory_equals_eager(tiny_model_dir, tmp_path):
-    trajectories = [
-        train_pairs(tiny_model_dir, tmp_path / str(compiles), make_pairs(), torch_compile=compiles)
-        for compiles in (False, True)
-    ]
-    for eager, compiled in zip(*trajectories, strict=True):
-        assert compiled == pytest.approx(eager, rel=1e-4)
-
-
 def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs())
     trainer.router_aux_loss_coef, trainer.guard.inputs = 0.5, StepInputs(num_tokens=torch.tensor(24))

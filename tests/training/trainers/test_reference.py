@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.training.pairs import (
-    Setting,
-    make_pair_trainer,
-    make_pairs,
-    perturb_model,
-    train_adapter,
-    with_preference,
-)
+from tests.training.pairs import Setting, make_pair_trainer, make_pairs, perturb_model, train_adapter, with_preference
 from torch import nn
 from transformers import AutoConfig
 
@@ -202,11 +195,7 @@ def test_verified_files_are_not_rewritten(tmp_path, pairs):
     assert np.array_equal(np.load(tmp_path / "another" / "reference" / "run" / "train.npy"), rounded)
 
 
-KILLS = {
-    "during save": (np, "save"),
-    "before manifest": (store, "replace_record"),
-    "before rename": (os, "replace"),
-}
+KILLS = {"during save": (np, "save"), "before manifest": (store, "replace_record"), "before rename": (os, "replace")}
 
 
 @pytest.mark.parametrize("moment", KILLS)
