@@ -160,7 +160,14 @@ def test_compiler_obstacle_names_what_is_missing(
         ("13.0", None, False, ""),
     ],
 )
-def test_gpu_obstacle_is_the_reason_of_torch(monkeypatch, tmp_path, build, visible, has_device, expected) -> None:
+def test_gpu_obstacle_is_the_reason_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    build: str | None,
+    visible: str | None,
+    has_device: bool,
+    expected: str,
+) -> None:
     def fail() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it.")
 

@@ -304,7 +304,9 @@ def test_unclosed_reasoning_has_no_content() -> None:
         *((f"Wed, 21 Oct {year} 07:28:40 GMT", wait) for year, wait in (("2026", 40), ("2025", 2), ("9" * 20, 2))),
     ],
 )
-def test_retry_after_extends_the_wait_within_limits(header, seconds, monkeypatch) -> None:
+def test_retry_after_extends_the_wait_within_limits(
+    header: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = datetime(2026, 10, 21, 7, 28, tzinfo=UTC).timestamp()
     monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: now))
     assert read_wait(header, 2.0) == seconds

@@ -117,7 +117,9 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch) -> None:
+def test_endpoint_scores_match_local_model(
+    served: ServedModel, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run_eval(model, tasks, tmp_path / "own") == 0
     monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
     assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
@@ -156,7 +158,15 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
         ("lost", "gave no usable answer: ServerDisconnectedError.*run the same command to resume"),
     ],
 )
-def test_endpoint_failure_is_one_error(served, tasks, tmp_path, broken, message, capsys, monkeypatch) -> None:
+def test_endpoint_failure_is_one_error(
+    served: ServedModel,
+    tasks: Path,
+    tmp_path: Path,
+    broken: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     served.broken = broken
     monkeypatch.setenv("OPENAI_API_KEY", "k-123")
     if broken == "gone":
@@ -176,7 +186,9 @@ def test_endpoint_failure_is_one_error(served, tasks, tmp_path, broken, message,
         assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
 
 
-def test_chat_endpoint_receives_messages(served, tasks, tmp_path, capsys) -> None:
+def test_chat_endpoint_receives_messages(
+    served: ServedModel, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = served.chat_flags
     assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 2
     assert "write apply_chat_template: true" in capsys.readouterr().err
@@ -191,7 +203,9 @@ def test_chat_endpoint_receives_messages(served, tasks, tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
-def test_harness_respects_retry_after(served, tasks, tmp_path, monkeypatch, concurrent) -> None:
+def test_harness_respects_retry_after(
+    served: ServedModel, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
     served.num_busy = 3
@@ -224,7 +238,9 @@ def test_interrupted_evaluation_resumes_to_same_answers(served: ServedModel, tas
     assert served.num_asked <= num_requests + 2
 
 
-def test_missing_package_error_names_install_command(model, tasks, tmp_path, monkeypatch, capsys) -> None:
+def test_missing_package_error_names_install_command(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import importlib.util
 
     found = importlib.util.find_spec
@@ -235,7 +251,9 @@ def test_missing_package_error_names_install_command(model, tasks, tmp_path, mon
     assert "pip install 'recipes-lib[eval]'" in error
 
 
-def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch) -> None:
+def test_resume_reuses_answers_of_every_rank(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
     files: list[Any] = []
@@ -284,7 +302,9 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
     assert calls == [8, 8]
 
 
-def test_fingerprint_of_hub_tokenizer_is_its_commit(model, tmp_path, monkeypatch) -> None:
+def test_fingerprint_of_hub_tokenizer_is_its_commit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--owner--tokenizer"
     (repository / "refs").mkdir(parents=True)
@@ -352,7 +372,9 @@ def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: 
     ],
     ids=["torn", "empty", "absent", "a weight is absent", "pickled"],
 )
-def test_incomplete_model_is_refused(model, tasks, tmp_path, damage, message) -> None:
+def test_incomplete_model_is_refused(
+    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(model / "model.safetensors")
     refuse(model, tasks, tmp_path, message)
 
@@ -388,7 +410,9 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     ],
     ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
 )
-def test_incomplete_adapter_is_refused(model, tasks, tmp_path, settings, weights, message) -> None:
+def test_incomplete_adapter_is_refused(
+    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, message: str
+) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     path = folder / "adapter_model.safetensors"
     if weights is None:
@@ -403,7 +427,9 @@ def test_incomplete_adapter_is_refused(model, tasks, tmp_path, settings, weights
 @pytest.mark.parametrize(
     ("settings", "expected"), [({"r": 4}, 16), ({"r": 64}, 64), ({"rank_pattern": {"q_proj": 33}}, 64)]
 )
-def test_vllm_has_room_for_the_rank_of_an_adapter(model, tmp_path, monkeypatch, settings, expected) -> None:
+def test_vllm_has_room_for_the_rank_of_an_adapter(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: int
+) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
@@ -413,7 +439,9 @@ def test_vllm_has_room_for_the_rank_of_an_adapter(model, tmp_path, monkeypatch, 
     assert options["max_lora_rank"] == expected
 
 
-def test_adapter_answers_end_at_its_own_stop_tokens(model, tmp_path, monkeypatch) -> None:
+def test_adapter_answers_end_at_its_own_stop_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EvalConfig(model_name_or_path=str(save_adapter(model, tmp_path / "adapter")), use_cpu=True)
 
     def generate() -> list[int]:

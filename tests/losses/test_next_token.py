@@ -28,7 +28,9 @@ def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: A
 
 
 @pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
-def test_cross_entropy_and_gradients_equal_torch(options, dtype, chunk_size) -> None:
+def test_cross_entropy_and_gradients_equal_torch(
+    options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
+) -> None:
     *inputs, targets = make_inputs(dtype)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     hidden, weight, bias = inputs

@@ -538,7 +538,9 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
         ("distill stored", DISTILLED | {"teacher_top_k": 4}),
     ],
 )
-def test_logit_bytes_match_allocations_of_losses(recipe, keys, is_half, softcap) -> None:
+def test_logit_bytes_match_allocations_of_losses(
+    recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
+) -> None:
     config = build_config(recipe.split()[0], bf16=is_half, **keys)
     loss = Loss(torch.bfloat16 if is_half else torch.float32)
     options = {} if softcap is None else {"softcap": softcap}

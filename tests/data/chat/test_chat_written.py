@@ -113,7 +113,9 @@ THOUGHT = answer("yes", reasoning_content="why")
         (source("chatml"), [user("hi"), THOUGHT], True),
     ],
 )
-def test_dropped_reasoning_of_last_turn_is_remarked(template, messages, is_lost) -> None:
+def test_dropped_reasoning_of_last_turn_is_remarked(
+    template: str, messages: list[dict[str, Any]], is_lost: bool
+) -> None:
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
 
 
@@ -151,7 +153,9 @@ BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
     ],
     ids=["block", "half a block", "key", "second block", "described", "same form", "none"],
 )
-def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(template, turn, expected) -> None:
+def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
+    template: str, turn: dict[str, Any], expected: list[Remark]
+) -> None:
     assert remarks(template, user("hi"), turn) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("NO"), untrained={1}) == []

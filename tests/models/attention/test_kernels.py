@@ -323,7 +323,9 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
         (GptOssConfig(), "eager"),
     ],
 )
-def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(monkeypatch, config, expected) -> None:
+def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, expected: str
+) -> None:
     for name in ("flash_attention_2", "flash_attention_3"):
         monkeypatch.setitem(FLASH_IS_INSTALLED, name, lambda: True)
     chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
@@ -354,7 +356,9 @@ def test_context_parallelism_on_gpus_requires_half_precision() -> None:
         choose_attention(ModelConfig(dtype="float32"), CONFIGS["gemma2"], given, packing=True, context=share)
 
 
-def test_hub_kernels_need_their_package_and_are_never_default(monkeypatch) -> None:
+def test_hub_kernels_need_their_package_and_are_never_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = "kernels-community/flash-attn3"
     monkeypatch.setitem(FLASH_IS_INSTALLED, kernel, lambda: True)
     assert select("llama", kernel, CUDA, torch.bfloat16) == AttentionChoice(kernel, "flat")
@@ -375,7 +379,9 @@ def test_hub_kernels_need_their_package_and_are_never_default(monkeypatch) -> No
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
     ],
 )
-def test_unusable_kernel_is_refused_with_reason_and_remedy(name, kernel, device, dtype, reason) -> None:
+def test_unusable_kernel_is_refused_with_reason_and_remedy(
+    name: str, kernel: str, device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
         select(name, kernel, device, dtype)
     (problem,) = caught.value.problems

@@ -56,7 +56,14 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
     ],
 )
-def test_compilation_options_by_recipe_and_launch(monkeypatch, recipe, keys, launch, is_cuda, expected) -> None:
+def test_compilation_options_by_recipe_and_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    keys: dict[str, Any],
+    launch: Launch,
+    is_cuda: bool,
+    expected: dict[str, Any] | None,
+) -> None:
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
