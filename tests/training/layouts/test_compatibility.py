@@ -57,7 +57,7 @@ def cut(precision: str = "bf16", **settings: Any) -> dict[str, Any]:
     return launch(precision=precision, parallelism_config_tp_size=2, parallelism_config_dp_shard_size=2, **settings)
 
 
-DDP = launch("MULTI_GPU")
+DDP, EIGHT_BITS = launch("MULTI_GPU"), launch("MULTI_GPU", precision="fp8")
 TENSORS = cut()
 ROWS_SHARED = mesh(dp_shard=2, cp=2)
 FSDP, ZERO = launch(), launch("DEEPSPEED")
@@ -80,6 +80,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({"bf16": False}, DDP), [({"bf16": False}, launch("MULTI_GPU", precision="no"))]),
     (({"fp16": False}, launch("NO", precision="fp16")), [({"fp16": False}, DDP)]),
     ((RLOO, launch("MULTI_GPU", precision="fp16")), [(RLOO, DDP), (SFT, launch("MULTI_GPU", precision="fp16"))]),
+    (({"use_peft": True}, EIGHT_BITS), [({"use_peft": True}, DDP), (SFT, EIGHT_BITS)]),
     (
         ({"dtype": "bfloat16"}, FSDP),
         [
@@ -107,11 +108,12 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({}, launch("DEEPSPEED", use_cpu=True)), [({}, ZERO), ({}, launch("MULTI_GPU", use_cpu=True))]),
     (({}, mesh(dp_replicate=2, dp_shard=4)), [({}, mesh(dp_replicate=2, dp_shard=2))]),
     (({}, mesh(dp_replicate=4)), [({}, mesh(dp_shard=4)), ({}, FSDP)]),
+    (({}, launch("DEEPSPEED", precision="fp8")), [({}, ZERO), ({}, EIGHT_BITS)]),
     (
         ({}, launch(precision="fp8")),
         [
             ({}, launch(precision="fp8", fsdp_cpu_ram_efficient_loading=False)),
-            ({}, launch("MULTI_GPU", precision="fp8")),
+            ({}, EIGHT_BITS),
         ],
     ),
     (({}, {**DDP, "parallelism_config": {"parallelism_config_tp_size": 4}}), [({}, mesh(tp=4)), ({}, TENSORS)]),
@@ -269,7 +271,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "not tested with context parallelism"),
     ({}, cut("fp8"), "8-bit layers do not support tensor"),
     ({}, cut(fsdp_activation_checkpointing=True), "ignores both"),
-    *((each, launch("MULTI_GPU", precision="fp8"), "no loss scaler") for each in (PPO, {"recipe": "grpo"})),
+    *((each, EIGHT_BITS, "no loss scaler") for each in (PPO, {"recipe": "grpo"})),
     (RLOO, ZERO, "DeepSpeed supports one model"),
     (PPO | {"use_transformers_continuous_batching": True}, FSDP, "generates in another thread"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
