@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -306,8 +307,13 @@ def install() -> None:
 
 COLLECTIVES: Final = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "send", "recv", "alltoall"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("allgather", "allgather_coalesced", "reduce_scatter"),
+    # Of torch 2.13.
+    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single"),
+    "reduce_scatter_single_coalesced",
+    # Their former names.
+    *("_allgather_base", "allgather_into_tensor_coalesced", "alltoall_base", "_reduce_scatter_base"),
+    "reduce_scatter_tensor_coalesced",
 )
 """Methods of ``ProcessGroup`` that send or receive tensors."""
 
@@ -326,7 +332,7 @@ def forbid_host_collectives() -> None:
 
         return verify
 
-    for name in COLLECTIVES:
+    for name in filter(partial(hasattr, ProcessGroup), COLLECTIVES):
         setattr(ProcessGroup, name, guard(getattr(ProcessGroup, name)))
 
 

@@ -112,6 +112,8 @@ def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
         (["1xH100", "--num_processes", -1], {}, "--num_processes: is -1"),
         ([""], {}, "--gpus: '' is not a number of GPUs"),
         (["2x1GB"], {}, "is not known"),
+        (["2xL4", "--hardware", "fdsp2"], {}, "there is no launch file"),
+        (["2xL4", "--hardware", "ddp"], {"max_length": 16_000_000}, "remove --hardware, to search the other layouts"),
         pytest.param(["2xL4"], {"max_length": 16_000_000}, "max_length: ", marks=pytest.mark.slow),
     ],
 )
@@ -120,7 +122,7 @@ def test_impossible_search_raises_with_remedy(search_plan, flags, changes, words
 
 
 def test_search_of_one_layout_lists_and_writes_no_other(search_plan, tmp_path: Path) -> None:
-    output = search_plan("2xH100", "--hardware", "zero2", "--write", tmp_path)
+    output = search_plan("2xH100", "--hardware", "accelerate_configs/zero2.yaml", "--write", tmp_path)
     assert {"fsdp2", "ddp", "zero2"} & set(output.split()) == {"zero2"}
     assert "deepspeed_config" in (tmp_path / "accelerate.yaml").read_text()
 

@@ -393,16 +393,18 @@ def test_cautions_name_clock_and_missing_generation_prompt() -> None:
     assert "add_generation_prompt" in prompt
 
 
-@pytest.mark.parametrize("num_characters", [5, 300_000])
-def test_line_breaks_at_start_of_answer_are_tokenised_as_model_generates_them(num_characters: int) -> None:
+@pytest.mark.parametrize(("num_characters", "num_turns"), [(5, 2), (300_000, 2), (5, 2_000)])
+def test_line_breaks_at_start_of_answer_are_tokenised_as_model_generates_them(num_characters, num_turns) -> None:
     tokenizer = build_byte_level(source("chatml"), extra=CHATML_ENDS)
-    question, reply = user("hi" * num_characters), "\n\nParis"
-    encoder = RowEncoder(tokenizer)
-    (row,) = encoder.encode([chat(question, answer("\nYes"), user("so?"), answer(reply), user("and?"), answer("\n"))])
-    prompts = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-    parts = [prompts, "\nYes<|im_end|>", "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"]
-    parts += [f"{reply}<|im_end|>", "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n", "\n<|im_end|>", "\n"]
-    ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+    replies = ["\n\nParis", *["\nYes"] * (num_turns - 1), "\n"]
+    turns = [message for reply in replies for message in (user("so?"), answer(reply))]
+    (row,) = RowEncoder(tokenizer).encode([chat(user("hi" * num_characters), answer("No"), *turns)])
+    opening = [user("hi" * num_characters), answer("No"), user("so?")]
+    parts = [tokenizer.apply_chat_template(opening, tokenize=False, add_generation_prompt=True)]
+    parts = [*parts[0].partition("No<|im_end|>")]
+    for reply in replies:
+        parts += [f"{reply}<|im_end|>", "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"]
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in [*parts[:-1], "\n"]]
     assert row.input_ids.tolist() == [token for part in ids for token in part]
     assert row.loss_mask.tolist() == [bool(number % 2) for number, part in enumerate(ids) for _ in part]
     assert ids[3] != tokenizer.encode(parts[2] + parts[3], add_special_tokens=False)[len(ids[2]) :]

@@ -254,10 +254,11 @@ def list_starts(
         ConfigError: No layout has the launch file ``only``.
     """
     starts, refused = dict[Layout, Start](), dict[str, Problem]()
-    meshes = [mesh for mesh in _list_meshes(number) if only in (None, mesh[0])]
+    meshes, wanted = list(_list_meshes(number)), only and find_launch_file(only)
+    known = ", ".join(dict.fromkeys(name for name, _, _ in meshes))
+    meshes = [mesh for mesh in meshes if wanted in (None, find_launch_file(mesh[0]))]
     if not meshes:
         found = f"{only} is not among the layouts of {pluralize(number, 'GPU')} that are searched"
-        known = ", ".join(dict.fromkeys(file for file, _, _ in _list_meshes(number)))
         raise ConfigError(Problem("--hardware", found, f"write one of {known}, or --gpu and --num_gpus for this file"))
     for file, sizes, stages in meshes:
         parts = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
@@ -415,11 +416,12 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
         hardware: The GPUs.
         batch: Rows of an optimizer step, which the GPUs must divide; 0 for any number of GPUs.
     """
+    if run.options.hardware:
+        return "remove --hardware, to search the other layouts"
     size, config = hardware.device.memory, run.config
     # The search has tried every micro-batch, and recomputation.
-    smallest = {**list_keys("every layer"), "per_device_train_batch_size": 1}
-    if config.recipe in RL_RECIPES:
-        *_, smallest = _list_batches(config)
+    smallest: Mapping[str, Any] = {**list_keys("every layer"), "per_device_train_batch_size": 1}
+    smallest = list(_list_batches(config))[-1] if config.recipe in RL_RECIPES else smallest
     config = config.with_training(smallest)
     axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
 

@@ -318,9 +318,9 @@ class RowEncoder:
             if encoding is not None:
                 with suppress(MergedTokenError):
                     return ids, [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
-        return self._tokenize_in_parts(draft, [])
+        return self._tokenize_in_parts(draft, ())
 
-    def _tokenize_in_parts(self, draft: _Draft, seams: list[int]) -> tuple[npt.NDArray[np.uint32], list[int]]:
+    def _tokenize_in_parts(self, draft: _Draft, boundaries: Sequence[int]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places.
 
         White space at the start of an answer, which would be one token with the line break of the prompt, is tokenised
@@ -328,28 +328,27 @@ class RowEncoder:
 
         Args:
             draft: The row.
-            seams: Characters between which the text is tokenised separately, ascending.
+            boundaries: Characters between which the text is tokenised separately, ascending.
         """
-        ids, cuts, num_tokens = [np.zeros(0, np.uint32)], list[int](), 0
-        for begin, end in pairwise([0, *seams, len(draft.text)]):
+        ids, cuts, num_tokens, merged = [np.zeros(0, np.uint32)], list[int](), 0, list[int]()
+        for begin, end in pairwise([0, *boundaries, len(draft.text)]):
             for piece in encode_in_windows(self._backend, draft.text[begin:end]):
-                for at in draft.places[len(cuts) :]:
-                    if at > begin + piece.stop:
-                        break
+                start = begin + piece.start
+                for at in [at for at in draft.places[len(cuts) :] if at <= begin + piece.stop]:
+                    inside = piece.first
                     try:
-                        inside = count_tokens_before(
-                            piece.encoding, piece.text, at - begin - piece.start, self._special
-                        )
+                        inside = count_tokens_before(piece.encoding, piece.text, at - start, self._special)
                     except MergedTokenError as error:
                         is_start = draft.row.messages is not None and not len(cuts) % 2
                         # Others write a space before a text.
-                        if is_start and error.is_space and isinstance(self._backend.decoder, ByteLevel):
-                            return self._tokenize_in_parts(draft, [*seams, at])
-                        raise _refuse(draft.row, error) from error
+                        if not (is_start and error.is_space and isinstance(self._backend.decoder, ByteLevel)):
+                            raise _refuse(draft.row, error) from error
+                        merged.append(at)
                     cuts.append(num_tokens - piece.first + inside)
                 ids.append(np.array(piece.encoding.ids[piece.first : piece.last], dtype=np.uint32))
                 num_tokens += len(ids[-1])
-        return np.concatenate(ids), cuts
+        # All at once, because a chat may have thousands of such answers.
+        return self._tokenize_in_parts(draft, sorted([*boundaries, *merged])) if merged else (np.concatenate(ids), cuts)
 
     def _with_prefix(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         has_prefix = np.array_equal(ids[: len(self._prefix)], self._prefix)
