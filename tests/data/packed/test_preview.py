@@ -68,19 +68,16 @@ def test_markup_in_token_is_escaped(tmp_path):
     assert "script" not in parser.tags
 
 
-@pytest.mark.parametrize("text", TEXTS[:2] + TEXTS[3:])
+@pytest.mark.parametrize("text", [*TEXTS, "\ufffd?", "cut \ufffd", "größer: 東京 \N{GRINNING FACE}\N{GRINNING FACE}."])
 def test_pieces_join_to_text_with_visible_whitespace(tiny_tokenizer, text):
     joined = "".join(piece.text for piece in row_of(tiny_tokenizer, text).pieces)
     assert joined == text.replace(" ", "·").replace("\n", "↵\n").replace("\t", "⇥")
 
 
-def test_partial_characters_show_token_spelling(tiny_tokenizer):
+def test_character_is_shown_with_the_last_of_its_tokens(tiny_tokenizer):
     pieces = row_of(tiny_tokenizer, "x\N{GRINNING FACE}y").pieces
-    assert pieces[0].text == "x"
-    assert pieces[-1].text == "y"
     assert len(pieces) > 3
-    for piece in pieces[1:-1]:
-        assert piece.text == tiny_tokenizer.convert_ids_to_tokens(piece.token_id)
+    assert [piece.text for piece in pieces] == ["x", *[""] * (len(pieces) - 3), "\N{GRINNING FACE}", "y"]
 
 
 def test_special_tokens_are_marked(tiny_tokenizer):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT_TOKENS = 4
+_LONGEST_CHARACTER = 4
+"""UTF-8 bytes, so that a character has at most as many tokens."""
 _WHITESPACE = {" ": "·", "\n": "↵\n", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
 
@@ -71,11 +73,11 @@ Show = Callable[[Row], Shown]
 
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
-    """Return the tokens of a single example; tokens of incomplete characters have the spelling of the vocabulary."""
+    """Return the tokens of a single example; a character of several tokens is the text of the last of them."""
     ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
     return [
-        Piece("".join(map(_show, _decode_one(tokenizer, ids, at))), token_id, is_target, token_id in special)
-        for at, (token_id, is_target) in enumerate(zip(ids, example.loss_mask.tolist(), strict=True))
+        Piece("".join(map(_show, text)), token_id, is_target, token_id in special)
+        for text, token_id, is_target in zip(_decode_each(tokenizer, ids), ids, example.loss_mask.tolist(), strict=True)
     ]
 
 
@@ -88,18 +90,18 @@ def render_text(row: PreviewRow) -> Text:
     return text
 
 
-def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> str:
-    """Return the text that token ``at`` adds to the tokens before it.
-
-    Decoded alone, many tokenizers would remove its leading space.
-    """
-    before = ids[max(0, at - _CONTEXT_TOKENS) : at]
-    prefix = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
-    text = str(tokenizer.decode([*before, ids[at]], clean_up_tokenization_spaces=False))
-    added = text.removeprefix(prefix)
-    if "\ufffd" in text[max(0, len(prefix) - 1) :] or (prefix and added == text):
-        return str(tokenizer.convert_ids_to_tokens(ids[at]))
-    return added
+def _decode_each(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> Iterator[str]:
+    """Yield the text that each token adds to the tokens before it, without which many would lose a leading space."""
+    start = 0
+    for at, token_id in enumerate(ids):
+        before = ids[max(0, start - _CONTEXT_TOKENS) : start]
+        prefix = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
+        text = str(tokenizer.decode([*before, *ids[start : at + 1]], clean_up_tokenization_spaces=False))
+        if text.endswith("\ufffd") and at + 1 < len(ids) and at + 1 < start + _LONGEST_CHARACTER:
+            yield ""
+            continue
+        added, start = text.removeprefix(prefix), at + 1
+        yield str(tokenizer.convert_ids_to_tokens(token_id)) if prefix and added == text else added
 
 
 def _show(character: str) -> str:
