@@ -102,8 +102,9 @@ def preview(argv: Sequence[str]) -> None:
             options.html.parent.mkdir(parents=True, exist_ok=True)
             write_page(options.html, "preview", title=title, rows=rows)
     console = Console(highlight=False)
+    has_colors = console.color_system is not None and not console.no_color
     for row in rows:
-        console.print(render_text(row), end="\n\n", soft_wrap=True)
+        console.print(render_text(row, has_colors=has_colors), end="\n\n", soft_wrap=True)
     if options.html is not None:
         console.print(f"written to {options.html}", soft_wrap=True)
 

@@ -151,6 +151,12 @@ def test_terminal_text_styles_every_piece(tiny_tokenizer):
     assert ["green" in str(span.style) for span in spans] == [piece.is_target for piece in row.pieces]
 
 
+def test_targets_are_in_brackets_without_colors(tiny_tokenizer):
+    row = row_of(tiny_tokenizer, TEXTS[0], slice(3, None))
+    read, scored = ("".join(piece.text for piece in part) for part in (row.pieces[:3], row.pieces[3:]))
+    assert render_text(row, has_colors=False).plain == f"{row.title}, in ⟦ ⟧\n{read}⟦{scored}⟧"
+
+
 def test_page_has_every_token_and_no_external_resource(tmp_path, tiny_tokenizer):
     rows = [row_of(tiny_tokenizer, text, slice(2, None)) for text in TEXTS]
     page = write_page(tmp_path / "x", "preview", title="gold & <b>", rows=rows).read_text()

@@ -6,7 +6,8 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -81,12 +82,15 @@ def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> lis
     ]
 
 
-def render_text(row: PreviewRow) -> Text:
-    """Return a row for the terminal: targets on green, other tokens dim, special tokens bold."""
-    text = Text(f"{row.title}\n", style="bold")
-    for piece in row.pieces:
-        style = _TARGET_STYLE if piece.is_target else _CONTEXT_STYLE
-        text.append(piece.text, style=f"not bold {style}" if not piece.is_special else f"bold {style}")
+def render_text(row: PreviewRow, *, has_colors: bool = True) -> Text:
+    """Return a row for the terminal: targets on green, without colours in brackets; special tokens bold, others dim."""
+    text = Text(row.title + ("\n" if has_colors else ", in ⟦ ⟧\n"), style="bold")
+    for is_target, pieces in groupby(row.pieces, attrgetter("is_target")):
+        style, marks = (_TARGET_STYLE, "⟦⟧") if is_target else (_CONTEXT_STYLE, "")
+        text.append("" if has_colors else marks[:1])
+        for piece in pieces:
+            text.append(piece.text, style=f"not bold {style}" if not piece.is_special else f"bold {style}")
+        text.append("" if has_colors else marks[1:])
     return text
 
 
