@@ -58,6 +58,8 @@ def main(argv: Sequence[str]) -> None:
     verify_one_process("recipes eval compare")
     verify_judge(options, "pairwise")
     questions = load_questions(options.prompts, options.limit)
+    for name in options.models:
+        _verify_source(name, questions)
     progress = build_progress(is_main=True)
     try:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
@@ -90,12 +92,33 @@ def main(argv: Sequence[str]) -> None:
         raise DataError(Problem(str(options.output_dir), found, remedy))
 
 
+def _is_file(name: str) -> bool:
+    """Return whether a model is given as a file of its answers."""
+    return Path(name).is_file() or name.endswith((".json", ".jsonl"))
+
+
+def _verify_source(name: str, questions: Sequence[Question]) -> None:
+    """Raise for a model or file that cannot be read, before another model is asked for hours; loads no weights.
+
+    Raises:
+        ConfigError: The configuration of the model cannot be loaded.
+        DataError: As ``load_answers``.
+    """
+    if _is_file(name):
+        load_answers(Path(name), questions)
+    elif split_place(name) is None:
+        from recipes_lib.models.adapters.saved import find_base
+        from recipes_lib.models.loading import load_model_config
+
+        load_model_config(find_base(ModelConfig(model_name_or_path=name))[0])
+
+
 def _find_answers(
     at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
 ) -> list[list[str]]:
     """Return the answers of a model to each question, read from its file or sampled, and warn of incomplete ones."""
     num_cut, path = 0, Path(name)
-    if not (path.is_file() or name.endswith((".json", ".jsonl"))):
+    if not _is_file(name):
         path = _sample_answers(at, name, questions, options, progress)
         num_cut = sum(bool(row and row.get("num_cut")) for row in read_lines(path))
     answers = load_answers(path, questions)
