@@ -177,7 +177,8 @@ def test_truncated_and_empty_answers_are_reported_in_every_launch(
         ("", (), "name two or more"),
         ("b.jsonl b.jsonl", (), "a model is named twice"),
         # Found before the endpoint, where none listens, is asked.
-        *((f"http://h/v1#m {name}", (), text) for name, text in (("absent.jsonl", "missing or empty"), ("./no", "./no"))),
+        ("http://h/v1#m absent.jsonl", (), "missing or empty"),
+        ("http://h/v1#m ./no", (), "./no"),
         ("b.jsonl", ("--judge", "http://h/v1"), "http://h/v1#NAME"),
         ("b.jsonl", ("--judge", "no/such-reward-model-here"), "no/such-reward-model-here"),
         *(("b.jsonl", (f"--{flag}", 0), "is 0") for flag in ("limit", "judge_tokens", "num_concurrent", "timeout")),
