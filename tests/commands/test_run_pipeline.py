@@ -70,6 +70,7 @@ def test_shipped_pipeline_is_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert "recipes/configs/mistral-7b/sft.yaml" in recipes("run", "zephyr", "--list")
     for name, message in {
         "demo": "`recipes demo` writes its data and runs it",
+        "sft": "`recipes launch sft` starts a recipe",
         "zephir": "did you mean `recipes run zephyr`?",
         "mine.yaml": "mine.yaml: there is no such pipeline\n    write the path of a YAML file",
     }.items():

@@ -120,6 +120,7 @@ def find_pipeline(text: str) -> Path:
         return folder / f"{text}.yaml"
     remedy = suggest(text, names, f"write the path of a YAML file, or one of {', '.join(names)}", "`recipes run {}`")
     remedy = "`recipes demo` writes its data and runs it" if text == "demo" else remedy
+    remedy = f"`recipes launch {text}` starts a recipe" if text in RECIPE_NAMES else remedy
     raise ConfigError(Problem(text, "is a folder" if Path(text).is_dir() else "there is no such pipeline", remedy))
 
 
