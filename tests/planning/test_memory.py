@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CTRLConfig,
+    DeepseekV3Config,
     DynamicCache,
     FalconConfig,
     Gemma2Config,
@@ -208,6 +209,14 @@ def test_cache_has_dtypes_of_a_pass(count, layout, options, dtypes) -> None:
         cache.update(keys, values, layer)
     expected = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
     assert terms["KV cache of a batch"] == expected
+
+
+def test_vllm_caches_latents_of_latent_attention(build) -> None:
+    """DeepSeek-V3 caches 70,272 bytes a token in 61 layers (DeepSeek-AI 2025, "Insights into DeepSeek-V3", table 1)."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    model = DeepseekV3Config(**FEW_LAYERS | experts, kv_lora_rank=512, qk_rope_head_dim=64, first_k_dense_replace=2)
+    keys = {"reward_funcs": ["a.b:c"], "response_length": 8, "use_vllm": True, "vllm_mode": "colocate"}
+    assert plan_memory(build("grpo", **keys), model, SINGLE).engine_row == 64 * 70_272 * 2 / 61
 
 
 def test_teacher_and_live_reference_count(count, tiny_model_dir, num_parameters) -> None:
