@@ -114,8 +114,10 @@ def search(
 def _rank(one: Candidate) -> tuple[bool, float, bool, bool, int, int]:
     """Sort key: fitting candidates first, by speed, then with a margin, less offload and groups, and larger batches.
 
-    Candidates that do not fit are sorted by peak memory.
+    Candidates that do not fit are sorted by peak memory. One without a margin, which may run out of memory, must be
+    faster than the others by as much.
     """
     groups, rows = one.layout.num_gpus // one.layout.num_processes, one.keys["per_device_train_batch_size"]
-    cost = float(f"{one.seconds:.3g}") if one.fits else one.memory.peak
+    seconds = one.seconds * (1 + MARGIN * one.is_tight)
+    cost = float(f"{seconds:.3g}") if one.fits else one.memory.peak
     return not one.fits, cost, one.is_tight, not one.layout.shards.weights, groups, -rows

@@ -317,7 +317,7 @@ def test_model_without_causal_language_model_is_an_error(plan_other, tmp_path: P
 
 def test_recurrent_model_is_searched(plan_other, tmp_path: Path) -> None:
     MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
-    assert "fastest that fits" in plan_other("sft", "--gpus", "1xH100", model_name_or_path=str(tmp_path / "mamba"))
+    assert "fastest with 10% free" in plan_other("sft", "--gpus", "1xH100", model_name_or_path=str(tmp_path / "mamba"))
 
 
 def test_calibrate_uses_mfu_of_finished_runs(plan_other, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_invalid_number_of_gpus_raises(text) -> None:
 def test_best_plan_is_printed_and_written(search_plan, tmp_path: Path) -> None:
     output = search_plan("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
     assert "batch           16 rows an optimizer step" in output
-    assert output.count("fastest that fits") == 1
+    assert output.count("fastest with 10% free") == 1
     # By default, three epochs.
     assert "300 steps" in output
     assert re.search(r"cost +0.0\d, at 3 for a GPU hour", output)
@@ -140,6 +140,8 @@ def test_plan_without_margin_says_so() -> None:
     free = dataclasses.replace(best, costs={"compute": 2.0}, is_tight=False)
     assert _describe("ddp", best, best)[-1] == "fastest that fits, less than 10% free"
     assert _describe("ddp", free, best)[-1] == "+1 s compute"
+    assert _describe("ddp", best, free)[-1] == "-1 s compute, less than 10% free"
+    assert _describe("ddp", free, free)[-1] == "fastest with 10% free"
     assert _describe("ddp", dataclasses.replace(best, fits=False), best)[-1] == "does not fit"
 
 
@@ -159,7 +161,7 @@ def test_plan_of_best_layout_has_time_of_search(plan_recipe, run_command, tmp_pa
     keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1000}
     output = plan_recipe(recipe, "--gpus", "2x4090", "--num_processes", 2, "--write", tmp_path / "plan", **keys)
     found = re.search(pattern, run_command("plan", "--gpu", "4090", *read_launch(tmp_path / "plan")), re.M)
-    seconds = float(re.search(r"(\S+) +fastest that fits", output)[1])
+    seconds = float(re.search(r"(\S+) +fastest with 10% free", output)[1])
     assert math.prod(map(float, found.groups())) == pytest.approx(seconds, rel=0.06)
 
 
@@ -305,7 +307,7 @@ def test_model_parallel_layouts_are_searched_and_impossible_ones_listed(search_p
     """One row per step on two GPUs, which data parallelism cannot divide."""
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     output = search_plan("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
-    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", output)
+    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest with 10% free", output)
     assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", output)
     document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     sizes = document["parallelism_config"]

@@ -330,7 +330,7 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
 
     Args:
         options: Flags of the command.
-        hours: Hours of the fastest plan that fits; 0 if the length of the run is unknown.
+        hours: Hours of the best plan that fits; 0 if the length of the run is unknown.
         hardware: GPUs and their price.
 
     Raises:
@@ -349,7 +349,7 @@ def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware)
             remedy = "write `max_steps`, `max_tokens` or --num_rows" if not hours else "write --price_per_gpu_hour"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
         if value > limit:
-            found = f"the fastest plan that fits {words.format(value)}, more than {limit:,.3g}"
+            found = f"the best plan that fits {words.format(value)}, more than {limit:,.3g}"
             more = ", or name more GPUs" if flag == "deadline" else ""
             remedy = f"raise it, or shorten the run{more}"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
@@ -364,14 +364,14 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
-    """Return the table cells of a candidate; its verdict names the cost that exceeds that of the best one most."""
+    """Return the table cells of a candidate; its verdict names the cost that differs most from that of the best one."""
     rows = f"{one.keys['per_device_train_batch_size']} x {one.keys['gradient_accumulation_steps']}"
     verdict = "as fast"
-    if one.seconds >= 1.005 * best.seconds:
-        most = max(one.costs, key=lambda what: one.costs[what] - best.costs[what])
+    if abs(gap := one.seconds - best.seconds) >= 0.005 * best.seconds:
+        most = max(one.costs, key=lambda what: (one.costs[what] - best.costs[what]) * gap)
         verdict = f"{one.costs[most] - best.costs[most]:+.2g} s {most}"
     if one is best:
-        verdict = "fastest that fits"
+        verdict = "fastest that fits" if one.is_tight else f"fastest with {MARGIN:.0%} free"
     verdict += f", less than {MARGIN:.0%} free" if one.is_tight else ""
     if not one.fits:
         verdict = "does not fit"
