@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from recipes_lib import hardware
 from recipes_lib.hardware import read_free_memory, supports_bf16
@@ -142,12 +144,30 @@ def test_compiler_obstacle_names_what_is_missing(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(hardware, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch, "__file__", "/opt/torch/__init__.py")
     monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: {"include": str(tmp_path)}[name])
     if has_header:
         (tmp_path / "Python.h").touch()
     assert hardware.find_compiler_obstacle() == expected
     monkeypatch.setattr(hardware, "find_spec", lambda _: None)
     assert ("Triton" in hardware.find_compiler_obstacle()) is (capability is not None)
+    assert hardware.find_extension_obstacle() == (expected if "C++" in expected else "")
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "version", "compiles"), [(False, "2.13.0", False), (False, "2.14.1", True), (True, "2.13.0", True)]
+)
+def test_linker_flags_of_torch_lose_path_with_space(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, version: str, compiles: bool
+) -> None:
+    monkeypatch.setattr(torch, "__file__", "/home/a b/torch/__init__.py")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for name in ("_has_compiler", "find_spec", "Path"):
+        monkeypatch.setattr(hardware, name, MagicMock())
+    assert hardware.find_extension_obstacle() == "torch in a path with a space"
+    assert (hardware.find_compiler_obstacle() == "") is compiles
 
 
 @pytest.mark.parametrize(

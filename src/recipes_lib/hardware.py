@@ -15,7 +15,10 @@ from typing import Final
 import torch
 
 INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
-INSTALL_COMPILER: Final = "install what is missing: C++ compiler, headers of Python (Debian: g++ python3-dev), triton"
+INSTALL_COMPILER: Final = (
+    "install what is missing: C++ compiler, headers of Python (Debian: g++ python3-dev), triton, a path without spaces"
+)
+_SPACE: Final = "torch in a path with a space"
 
 _DEVICES: Final = Path("/dev")
 _PROCESSES: Final = Path("/proc")
@@ -59,15 +62,28 @@ def find_gpu_obstacle(environment: Mapping[str, str]) -> str:
 
 def find_compiler_obstacle() -> str:
     """Return why Inductor and Triton cannot compile kernels on this machine; empty if they can."""
-    # An activated environment of conda has a compiler of another name, and CXX names it.
-    if not any(map(shutil.which, ("c++", "g++", "clang++", f"{platform.machine()}-conda-linux-gnu-c++"))):
+    if not _has_compiler():
         return "no C++ compiler"
     # Not torch's ``has_triton``, whose imports take seconds.
     if torch.cuda.is_available() and (find_spec("triton") is None or torch.cuda.get_device_capability() < (7, 0)):
         return "no Triton for its GPU, which needs compute capability 7.0 or later"
+    # Inductor's linker flags for CPUs: https://github.com/pytorch/pytorch/pull/191010.
+    if not torch.cuda.is_available() and " " in torch.__file__ and torch.__version__ < "2.14":
+        return _SPACE
     # Kernels are launched by extension modules, which are compiled on first use. Debian and Ubuntu package the header
     # separately from the interpreter.
     return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "no Python.h"
+
+
+def find_extension_obstacle() -> str:
+    """Return why torch cannot compile C++ extensions, such as DeepSpeed's AdamW on the host; empty if it can."""
+    # In torch 2.14, the linker flags of extensions are still not quoted.
+    return _SPACE if " " in torch.__file__ else "" if _has_compiler() else "no C++ compiler"
+
+
+def _has_compiler() -> bool:
+    # An activated environment of conda has a compiler of another name, and CXX names it.
+    return any(map(shutil.which, ("c++", "g++", "clang++", f"{platform.machine()}-conda-linux-gnu-c++")))
 
 
 def count_accelerators() -> int:

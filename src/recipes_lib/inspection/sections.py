@@ -246,7 +246,7 @@ class Inspection(ABC):
 
         compilation = choose_compilation(self.config, self.launch, is_cuda=False)
         try:
-            verify_compiler(compilation)
+            verify_compiler(compilation, self.launch)
         except ConfigError as error:
             # Without a GPU here, the run is probably for another machine, which has its own compiler.
             if torch.accelerator.is_available():

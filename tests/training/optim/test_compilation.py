@@ -74,9 +74,16 @@ def test_pretraining_is_not_compiled_without_c_compiler(monkeypatch: pytest.Monk
     assert choose_compilation(read("sft", torch_compile_backend="eager"), ONE, is_cuda=True) == {"backend": "eager"}
     for config, launch in ((read("sft", torch_compile="true"), ONE), (read("sft"), FP8)):
         with pytest.raises(ConfigError, match=r"torch_compile: .* this machine has no Python\.h"):
-            verify_compiler(choose_compilation(config, launch, is_cuda=True))
-    verify_compiler({"backend": "eager"})
-    verify_compiler(None)
+            verify_compiler(choose_compilation(config, launch, is_cuda=True), launch)
+    verify_compiler({"backend": "eager"}, ONE)
+    verify_compiler(None, ONE)
+
+
+def test_optimizer_on_the_host_needs_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Launch(rank=0, local_rank=0, world_size=2, engine="DEEPSPEED", layout=Layout(offloads_optimizer=True))
+    monkeypatch.setattr(compilation, "find_extension_obstacle", lambda: "no C++ compiler")
+    with pytest.raises(ConfigError, match=r"offload_optimizer_device: .* no C\+\+ compiler\n.* without offload"):
+        verify_compiler(None, launch)
 
 
 def test_fp8_without_compilation_is_refused() -> None:

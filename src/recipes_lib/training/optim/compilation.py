@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle
+from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle, find_extension_obstacle
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.structure import find_layers
 from recipes_lib.planning.compute import RL_RECIPES
@@ -52,11 +52,12 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
     return {name: value for name, value in options.items() if value is not None} if is_compiled else None
 
 
-def verify_compiler(compilation: Mapping[str, Any] | None) -> None:
-    """Verify that this machine can compile the kernels of a run.
+def verify_compiler(compilation: Mapping[str, Any] | None, launch: Launch) -> None:
+    """Verify that this machine can compile the kernels of a run, and DeepSpeed's optimizer on the host.
 
     Args:
         compilation: Options from ``choose_compilation``.
+        launch: Launch of the run.
 
     Raises:
         ConfigError: It cannot.
@@ -65,6 +66,10 @@ def verify_compiler(compilation: Mapping[str, Any] | None) -> None:
     if uses_inductor and (obstacle := find_compiler_obstacle()):
         found = f"its kernels cannot be compiled: this machine has {obstacle}"
         raise ConfigError(Problem("torch_compile", found, f"{INSTALL_COMPILER}, or train without torch.compile"))
+    if launch.layout.offloads_optimizer and (obstacle := find_extension_obstacle()):
+        found = f"DeepSpeed cannot compile its optimizer: this machine has {obstacle}"
+        remedy = f"{INSTALL_COMPILER}, or use a launch file without offload"
+        raise ConfigError(Problem("offload_optimizer_device", found, remedy))
 
 
 def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:

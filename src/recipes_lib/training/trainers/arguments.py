@@ -174,7 +174,7 @@ def build_training_arguments(
         # Python 3.14 starts workers by a server, and a signal to the process group would end them before the run saves.
         arguments.setdefault("dataloader_multiprocessing_context", "fork")
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
-    verify_compiler(compilation)
+    verify_compiler(compilation, launch)
     # Upstream would compile the whole model; ``RecipeTrainer.train`` compiles layer by layer.
     for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         arguments.pop(key, None)
