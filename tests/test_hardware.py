@@ -160,7 +160,7 @@ def test_compiler_obstacle_names_what_is_missing(
 def test_linker_flags_of_torch_lose_path_with_space(
     monkeypatch: pytest.MonkeyPatch, is_cuda: bool, version: str, compiles: bool
 ) -> None:
-    monkeypatch.setattr(torch, "__file__", "/home/a b/torch/__init__.py")
+    monkeypatch.setattr(torch, "__file__", "/opt/a b/torch/__init__.py")
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
