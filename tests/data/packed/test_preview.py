@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from tests import tiny
+from tokenizers import AddedToken
 
 from recipes_lib.commands import prepare
 from recipes_lib.config.loader import load_config
@@ -80,11 +82,12 @@ def test_character_is_shown_with_the_last_of_its_tokens(tiny_tokenizer):
     assert [piece.text for piece in pieces] == ["x", *[""] * (len(pieces) - 3), "\N{GRINNING FACE}", "y"]
 
 
-def test_special_tokens_are_marked(tiny_tokenizer):
-    pieces = row_of(tiny_tokenizer, "<|im_start|>user").pieces
-    assert pieces[0].is_special
-    assert pieces[0].text == "<|im_start|>"
-    assert not pieces[1].is_special
+def test_special_tokens_are_marked():
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|tool|>", special=True), AddedToken("<word>", special=False)])
+    assert "<|tool|>" not in tokenizer.all_special_tokens
+    pieces = row_of(tokenizer, "<|im_start|>user<|tool|><word>").pieces
+    assert [piece.text for piece in pieces if piece.is_special] == ["<|im_start|>", "<|tool|>"]
 
 
 @pytest.fixture

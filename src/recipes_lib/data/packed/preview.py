@@ -75,7 +75,9 @@ Show = Callable[[Row], Shown]
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
     """Return the tokens of a single example; a character of several tokens is the text of the last of them."""
-    ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
+    ids = example.input_ids.tolist()
+    # Not `all_special_ids`, which lacks those that the tokenizer's configuration does not list.
+    special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [
         Piece("".join(map(_show, text)), token_id, is_target, token_id in special)
         for text, token_id, is_target in zip(_decode_each(tokenizer, ids), ids, example.loss_mask.tolist(), strict=True)
