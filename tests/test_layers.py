@@ -54,7 +54,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "environment", "errors", "files", "processes", "quantities", "report"},
-    "pipelines": {"config", "errors", "files", "shipped"},
+    "pipelines": {"config", "data", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},
     "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {

@@ -187,6 +187,12 @@ def test_watch_evaluates_each_complete_checkpoint_once(
     assert not (results / "model").exists()
     assert [folder.name for folder in (run / "eval").iterdir()] == ["checkpoint-2"]
     assert "checkpoint-2" not in recipes(*command, "--use_cpu")
+    other = [*command, "--use_cpu", "--limit", "3"]
+    assert "checkpoint-2: holds results with another value of limit" in recipes(*other, code=2)
+    recipes(*other, "--output_dir", tmp_path / "others")
+    found = json.loads((tmp_path / "others" / "checkpoint-2" / "eval.json").read_text())
+    assert found["tasks"]["local_choice"]["num_questions"] == 3
+    assert "--limt: unknown key `limt`" in recipes(*command, "--limt", "3", code=2)
     recipes("eval", "watch", tmp_path / "none", code=2)
 
 
@@ -258,11 +264,13 @@ def sharded(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
 
 
 def test_watch_exports_sharded_checkpoint_and_stops_on_error(recipes, recorded, sharded: Path) -> None:
-    recipes("eval", "watch", sharded)
+    recipes("eval", "watch", sharded, "--tasks", "core")
     assert recorded.commands == ["export", "eval"]
     (sharded / "eval" / "checkpoint-2" / "eval.json").unlink()
     for recorded.code, code in ((2, 2), (-signal.SIGKILL, 137)):
-        assert f"its evaluation ended with exit code {code}" in recipes("eval", "watch", sharded, code=code)
+        assert f"its evaluation ended with exit code {code}" in recipes(
+            "eval", "watch", sharded, "--tasks", "core", code=code
+        )
 
 
 def test_watch_evaluates_finished_export_of_deleted_checkpoint(recipes, recorded, sharded: Path, monkeypatch) -> None:
@@ -272,7 +280,7 @@ def test_watch_evaluates_finished_export_of_deleted_checkpoint(recipes, recorded
         return done
 
     monkeypatch.setattr("subprocess.run", run_and_delete)
-    recipes("eval", "watch", sharded)
+    recipes("eval", "watch", sharded, "--tasks", "core")
     assert recorded.commands == ["export", "eval"]
 
 
@@ -287,6 +295,6 @@ def test_watch_skips_checkpoint_deleted_while_linking(recipes, recorded, tmp_pat
         (checkpoint / "config.json").unlink(missing_ok=True)
 
     monkeypatch.setattr("os.link", link_and_delete)
-    assert "checkpoint-2: skipped, the run has deleted it" in recipes("eval", "watch", run)
+    assert "checkpoint-2: skipped, the run has deleted it" in recipes("eval", "watch", run, "--tasks", "core")
     assert recorded.commands == []
     assert not list((run / "eval").glob("*/*"))

@@ -77,7 +77,9 @@ def test_finish_reason_tells_complete_answers(finish: str, is_finished: bool) ->
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_transient_status_is_retried_with_backoff(status: int, waits: list[float]) -> None:
+def test_transient_status_is_retried_with_backoff_and_one_warning(
+    status: int, waits: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     failed: dict[str, int] = {}
 
     def fail_twice(body: dict[str, Any]) -> Any:
@@ -87,6 +89,8 @@ def test_transient_status_is_retried_with_backoff(status: int, waits: list[float
     server = ChatEndpoint(fail_twice)
     assert [reply.text for reply in answer_all(server)] == ["one", "two", "three", "four"]
     assert sorted(waits) == [1, 1, 1, 1, 2, 2, 2, 2]
+    found = f"{status} busy; attempt 2 of 6 in 1 s, each waits 300 s for data"
+    assert capsys.readouterr().err == f"warning: a request to {server.url}/chat/completions failed: {found}\n"
 
 
 def test_retry_after_header_is_respected(waits: list[float]) -> None:

@@ -21,7 +21,7 @@ from recipes_lib.files import name_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
 from recipes_lib.pipelines.runner import (
     find_broken_gates,
-    fingerprint,
+    find_done,
     list_figures,
     read_state,
     run_child,
@@ -89,11 +89,18 @@ def project(tmp_path: Path) -> Project:
     return Project(folder)
 
 
-def test_finished_stages_are_skipped_and_changed_ones_rerun_with_dependents(project: Project) -> None:
+@pytest.mark.parametrize("changed", ["b.yaml", "one.jsonl", "rows/train/two.jsonl"])
+def test_finished_stages_are_skipped_and_changed_ones_rerun_with_dependents(project: Project, changed: str) -> None:
+    (project.folder / "rows" / "train").mkdir(parents=True)
+    for name in ("one.jsonl", "rows/train/two.jsonl"):
+        (project.folder / name).write_text("{}")
+    mixture = [str(project.folder / "one.jsonl"), {"name": str(project.folder / "rows")}]
+    (project.folder / "b.yaml").write_text(json.dumps({"dataset_mixture": mixture}))
     assert project.go() == project.go() == 0
     assert project.log == ["a", "b", "c"]
     assert project.messages[-3:] == [f"{n} of 3, {name}: already done" for n, name in enumerate("abc", 1)]
-    (project.folder / "b.yaml").write_text("two")
+    with (project.folder / changed).open("a") as file:
+        file.write("\n")
     assert project.go() == 0
     assert project.log == ["a", "b", "c", "b", "c"]
     assert (project.folder / "out" / "b.replaced-1" / "metrics.jsonl").exists()
@@ -241,16 +248,19 @@ def test_output_of_command_that_cannot_resume_is_renamed(
     assert (tmp_path / "out" / "a.replaced-1").exists() == is_renamed
 
 
-def test_fingerprint_includes_launch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_launch_file_reruns_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launch = tmp_path / "accelerate_configs" / "mine.yaml"
     launch.parent.mkdir()
     launch.write_text("distributed_type: MULTI_GPU\n")
-    path = tmp_path / "p.yaml"
-    path.write_text("stages: {sft: {recipe: sft, launch: mine}}")
-    before = fingerprint(load_pipeline(path))
+    (tmp_path / "p.yaml").write_text("stages: {sft: {recipe: sft, launch: mine}}")
+    pipeline = load_pipeline(tmp_path / "p.yaml", "out")
+    # Without `recipes launch`, which would start a run.
+    pipeline = replace(pipeline, stages=[replace(pipeline.stages[0], words=["true"])])
+    assert run_pipeline(pipeline, pipeline.stages, lambda _: None) == 0
+    assert find_done(pipeline) == {"sft"}
     launch.write_text("distributed_type: FSDP\n")
-    assert fingerprint(load_pipeline(path)) != before
+    assert find_done(pipeline) == set()
 
 
 def test_concurrent_run_is_rejected(project: Project) -> None:
@@ -384,8 +394,13 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
         run_child(["echo", "\0"], {})
 
 
-def test_config_written_by_an_earlier_stage_is_no_change(tmp_path: Path) -> None:
-    (tmp_path / "work.sh").write_text("mkdir -p $2 && echo 1 > $2/x.yaml; echo $1 >> $0.log")
+def test_files_written_by_an_earlier_stage_are_no_change(tmp_path: Path) -> None:
+    """Its output, which the records of every run change, and what a program has downloaded to another place."""
+    written = tmp_path / "out" / "write"
+    (tmp_path / "work.sh").write_text(
+        f"mkdir -p $2; echo $1 >> $0.log; echo 1 > $0.jsonl; echo $1 > {written}/last.json\n"
+        f"echo 'dataset_mixture: [{tmp_path}/work.sh.jsonl, {written}]' > {written}/x.yaml"
+    )
     stages = {
         "write": {"run": ["sh", f"{tmp_path}/work.sh", "write", "${output_dir}/write"]},
         "use": {"run": ["sh", f"{tmp_path}/work.sh", "use", "${output_dir}/use"], "config": "${write.output}/x.yaml"},

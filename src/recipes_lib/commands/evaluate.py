@@ -15,13 +15,24 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
-from recipes_lib.files import LOCK_FILE, is_locked, link_or_copy, read_record, replace_record
+from recipes_lib.files import LOCK_FILE, find_record, is_locked, link_or_copy, read_record, replace_record
 from recipes_lib.quantities import pluralize
 
 _SECONDS: Final = 10
 """Polling interval of ``eval watch``."""
 _QUIET_SECONDS: Final = 1800
 """Age of the last metrics of a run that ``eval watch`` takes for killed, if no process on this machine runs it."""
+_ASKED: Final = "watch.json"
+"""Configuration of the results beside it, by which ``eval watch`` recognises its own."""
+_WITHOUT_EFFECT: Final = (
+    "model_name_or_path",
+    "output_dir",
+    "batch_size",
+    "max_batch_size",
+    "num_concurrent",
+    "use_cpu",
+)
+"""Keys without effect on scores, and those that ``eval watch`` sets."""
 _STATES: Final = (".pt", ".pth", ".bin")
 """Suffixes of optimizer and generator states, which an evaluation does not need; weights are never pickles."""
 
@@ -81,7 +92,7 @@ def watch(argv: Sequence[str]) -> int:
     results are skipped.
 
     Raises:
-        ConfigError: The folder holds no run.
+        ConfigError: The folder holds no run, a flag is invalid, or there are results of other tasks or settings.
     """
     options, given = CommandParser("eval watch").parse_known_args(argv)
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
@@ -90,12 +101,17 @@ def watch(argv: Sequence[str]) -> int:
     if not (options.run / RUN_FILE).is_file():
         remedy = "name the output_dir of a run that has started"
         raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
+    config = exit_after_help(EvalConfig.parse([f"--model_name_or_path={options.run}", *given]))
+    asked = {key: value for key, value in config.list_values().items() if key not in _WITHOUT_EFFECT}
     while True:
         # Asked before the checkpoints are listed: a run that ends in between has written its last one.
         is_running = _is_running(options.run / RUN_FILE)
         for _, checkpoint in reversed(list_checkpoints(options.run)):
-            folder = options.run / "eval" / checkpoint.name
-            if (folder / "eval.json").is_file() or not is_complete(checkpoint):
+            folder = (options.output_dir or options.run / "eval") / checkpoint.name
+            if (folder / "eval.json").is_file():
+                _refuse_others(folder, asked)
+                continue
+            if not is_complete(checkpoint):
                 continue
             sys.stdout.write(f"{checkpoint.name}\n")
             sys.stdout.flush()
@@ -104,9 +120,23 @@ def watch(argv: Sequence[str]) -> int:
                 code = code if code > 0 else 128 - code
                 sys.stderr.write(f"{checkpoint.name}: its evaluation ended with exit code {code}\n")
                 return code
+            if (folder / "eval.json").is_file():
+                replace_record(folder / _ASKED, asked)
         if not is_running:
             return EXIT_DONE
         time.sleep(_SECONDS)
+
+
+def _refuse_others(folder: Path, asked: Mapping[str, Any]) -> None:
+    """Raise if ``eval watch`` was asked for other tasks or settings when it evaluated into a folder.
+
+    Raises:
+        ConfigError: It was; names the keys.
+    """
+    before = find_record(folder / _ASKED)
+    if keys := [key for key, value in asked.items() if before.get(key, value) != value]:
+        found = f"holds results with another value of {', '.join(keys)}"
+        raise ConfigError(Problem(str(folder), found, "name another folder for these: --output_dir DIR"))
 
 
 def _is_running(record: Path) -> bool:

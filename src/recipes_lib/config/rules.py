@@ -169,7 +169,12 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
             remedy = "write package.module:function: one of recipes_lib.rl.verifiers or trl.rewards, or your own"
+            # The parts of `[pkg.mod:f(a=1, b=2)]`: their number is not that of the rewards.
+            if is_split := any(one.count("(") > one.count(")") for one in functions):
+                remedy = 'a list in brackets is split at commas: quote its items, ["package.module:f(a=1, b=2)"]'
             yield settings.problem("reward_funcs", found, remedy)
+            if is_split:
+                return
     weights = settings["reward_weights"]
     if weights is not None and num_rewards and len(weights) != num_rewards:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import time
 import urllib.error
@@ -36,6 +37,8 @@ _POLL_SECONDS: Final = 0.5
 """Time between two polls for a stop request while requests are answered, in seconds."""
 _MAX_REPLY: Final = 1 << 26
 """Size of the longest response, in bytes."""
+_QUIET_SECONDS: Final = 300.0
+"""Shortest time between two warnings that requests to an endpoint are repeated."""
 _TIMEOUTS_PER_ATTEMPT: Final = 10
 """Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
 _THIS_REQUEST: Final = (400, 413, 422)
@@ -152,6 +155,7 @@ class Endpoint:
         request: Additional fields of each request; ``None`` removes a field that is sent by default.
         tally: Number of answered (``True``) and refused (``False``) requests of this process.
         pace: Time of the next request.
+        quiet: Time of the next warning that requests are repeated.
 
     Source: ``tests/evaluation/test_endpoint.py``.
     """
@@ -168,6 +172,7 @@ class Endpoint:
     request: Mapping[str, Any] = field(default_factory=dict)
     tally: Counter[bool] = field(default_factory=Counter, compare=False)
     pace: _Pace = field(default_factory=_Pace, compare=False, repr=False)
+    quiet: _Pace = field(default_factory=_Pace, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Verify the attributes, which come from flags, configurations and reward functions.
@@ -317,10 +322,21 @@ class _Connection:
                 reason = explain(error, self._key)
                 # An invalid response, such as the page of a proxy, is one of another server.
                 remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
-            if attempt + 1 < endpoint.num_attempts and self.pause(wait):
-                break
+            if attempt + 1 < endpoint.num_attempts:
+                self._warn(f"{reason}; attempt {attempt + 2} of {endpoint.num_attempts} in {wait:.0f} s")
+                if self.pause(wait):
+                    break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"
         raise UnansweredError(Problem("base_url", found, remedy))
+
+    def _warn(self, text: str) -> None:
+        """Say that a request is repeated, unless another one was a short time ago."""
+        with self.endpoint.quiet.lock:
+            if time.monotonic() < self.endpoint.quiet.next:
+                return
+            self.endpoint.quiet.next = time.monotonic() + _QUIET_SECONDS
+        limit = f"each waits {self.endpoint.timeout:.0f} s for data"
+        sys.stderr.write(f"warning: a request to {self._url} failed: {text}, {limit}\n")
 
     def _post(self, sent: bytes) -> Any:
         headers = {"Content-Type": "application/json"}

@@ -13,12 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from recipes_lib.config.command_flags import holds
+from recipes_lib.config.paths import expand_home
+from recipes_lib.config.settings import is_local
+from recipes_lib.config.values import read_yaml
+from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.errors import (
     EXIT_DIVERGED,
     EXIT_DONE,
@@ -39,8 +45,14 @@ from recipes_lib.files import (
     try_lock,
 )
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
+from recipes_lib.shipped import find_shipped
 
 STATE_FILE: Final = "pipeline.json"
+_DATA_KEYS: Final = (
+    *("dataset_name", "dataset_mixture", "dataset_test_split", "eval_datasets", "replay_dataset"),
+    *("sources", "benchmarks"),
+)
+"""Keys of training and corpora whose values name datasets."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
@@ -143,7 +155,7 @@ class _Progress:
         self.pipeline, self.on_change, self.launcher, self.locks = pipeline, on_change, launcher, locks
         self.path = pipeline.output_dir / STATE_FILE
         self.entries = read_state(self.path)
-        self.prints = fingerprint(pipeline)
+        self.prints: dict[str, str] = {}
         self.stages = {stage.name: stage for stage in pipeline.stages}
         self.about = [
             {
@@ -159,10 +171,27 @@ class _Progress:
     def _name_output(self, stage: Stage) -> str:
         return os.path.relpath(stage.output, self.path.parent)
 
+    def compute_fingerprint(self, stage: Stage) -> str:
+        """Return the hash of a stage: its command, environment, configuration, launch file, local data, and its needs.
+
+        Paths of the project, of the pipeline file and of outputs are not hashed. Files are read at the first call, just
+        before the stage runs, because a program may download its data.
+        """
+        if stage.name not in self.prints:
+            # A file in another encoding is an error of the stage that reads it, not of the hash.
+            texts = [file.read_text("utf-8", errors="replace") if file.is_file() else "" for file in stage.files]
+            # Includes the hashes of the needed stages, so that a change invalidates all stages after it.
+            needs = [self.compute_fingerprint(self.stages[need]) for need in stage.needs]
+            hashed: list[Any] = [list(stage.identity), texts, needs, dict(self.pipeline.environment)]
+            outputs = [one.output.resolve() for one in self.pipeline.stages]
+            hashed += [data] if (data := list(_digest_data(stage, outputs))) else []
+            self.prints[stage.name] = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
+        return self.prints[stage.name]
+
     def is_done(self, stage: Stage) -> bool:
         """Return whether a stage is done with the same command and inputs, and its output is complete."""
         entry, output = self.entries.get(stage.name) or {}, stage.output
-        if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
+        if entry.get("status") != "done" or entry.get("fingerprint") != self.compute_fingerprint(stage):
             return False
         # Later commands may have restarted a run in it.
         is_unfinished = (output / "run.json").is_file() and find_record(output / "run.json").get("status") != "done"
@@ -186,7 +215,7 @@ class _Progress:
     def make(self, stage: Stage, say: Callable[[str], object]) -> int:
         """Run a stage and return its exit code."""
         before = self.entries.get(stage.name) or {}
-        is_same = before.get("fingerprint") == self.prints[stage.name]
+        is_same = before.get("fingerprint") == self.compute_fingerprint(stage)
         place = self._name_output(stage)
         missing = find_missing_file(stage.output, before.get("files", {}))
         if is_same and before.get("status") == "done" and missing:
@@ -197,7 +226,7 @@ class _Progress:
         if before and not is_kept and before.get("output", place) == place:
             _move_aside(stage.output, stage.name, say)
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
-        entry: dict[str, Any] = {"fingerprint": self.prints[stage.name], "output": place}
+        entry: dict[str, Any] = {"fingerprint": self.compute_fingerprint(stage), "output": place}
         began = time.monotonic()
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
@@ -226,19 +255,30 @@ class _Progress:
             self.on_change()
 
 
-def fingerprint(pipeline: Pipeline) -> dict[str, str]:
-    """Return the hash of each stage: of its command, its configuration and launch files, and the stages it needs.
+def _digest_data(stage: Stage, outputs: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield name and SHA-256 of each local data file of a stage; those in outputs of stages are covered by `needs`."""
+    given: dict[str, Any] = {}
+    # An invalid value is an error of the stage, as is a file that cannot be read.
+    with suppress(ConfigError):
+        if stage.argv[:1] == ["--config"] and isinstance(read := read_yaml(find_shipped(Path(stage.argv[1]))), dict):
+            given |= read
+    for flag, text in zip(stage.argv[::2], stage.argv[1::2], strict=True):
+        with suppress(yaml.YAMLError, ValueError):
+            given[flag.removeprefix("--")] = yaml.safe_load(text)
+    named = [expand_home(text) for key in _DATA_KEYS for text in _find_texts(given.get(key))]
+    for place in map(Path, filter(is_local, named)):
+        for file in [place] if place.is_file() else sorted(place.rglob("[!.]*")):
+            if file.is_file() and not any(file.resolve().is_relative_to(output) for output in outputs):
+                with suppress(OSError):
+                    yield str(file.relative_to(place)), compute_digest(file).hex()
 
-    Paths of the project, of the pipeline file and of outputs are not hashed.
-    """
-    prints: dict[str, str] = {}
-    for stage in pipeline.stages:
-        # A file in another encoding is an error of the stage that reads it, not of the hash.
-        texts = [file.read_text("utf-8", errors="replace") if file.is_file() else "" for file in stage.files]
-        # Includes the hashes of the needed stages, so that a change invalidates all stages after it.
-        hashed = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
-        prints[stage.name] = hashlib.sha256(json.dumps(hashed).encode()).hexdigest()[:16]
-    return prints
+
+def _find_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _find_texts(part)
+    elif isinstance(value, str):
+        yield value
 
 
 def read_state(path: Path) -> dict[str, Any]:
