@@ -10,13 +10,16 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     HrmTextConfig,
     HrmTextForCausalLM,
+    PreTrainedModel,
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
 )
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
 from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter
 from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.saved_weights import read_published_shapes
 from recipes_lib.models.structure import find_layers, find_outside_text, freeze_outside_text, prune_layers
 
 INPUT_IDS = torch.arange(3, 35)[None]
@@ -111,3 +114,25 @@ def test_layer_name_of_vision_tower_is_unknown(key):
     (problem,) = check_layers(build_gemma3(), AdapterConfig(use_peft=True, **{key: ["fc1"]}))
     assert problem.where == key
     assert "'fc1'" in problem.found
+
+
+def keep_all_conversions(model, state_dict, files, load_config, *args):
+    """Load as usual, and keep what transformers keeps under ZeRO-3 for saving: the conversions not used too."""
+    result = LOAD(model, state_dict, files, load_config, *args)
+    model._weight_conversions = load_config.weight_mapping
+    return result
+
+
+LOAD = PreTrainedModel._load_pretrained_model
+
+
+@pytest.mark.parametrize("load", [LOAD, keep_all_conversions])
+def test_text_model_is_saved_under_the_tensor_names_of_its_base(load, tmp_path, monkeypatch):
+    """``model.layers`` of a text model, ``model.language_model.layers`` of a vision-language model."""
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+    whole = build_qwen3_5()
+    whole.save_pretrained(tmp_path / "whole")
+    Qwen3_5ForCausalLM(whole.config.text_config).save_pretrained(tmp_path / "text")
+    for base, prefix in (("whole", "model.language_model."), ("text", "model.layers.")):
+        model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path / base), dtype="float32"), "eager")
+        assert any(name.startswith(prefix) for name in read_published_shapes(model)), base

@@ -330,6 +330,10 @@ def read_checkpoint(
             output_loading_info=True,
             **_load_options(config),
         )
+    if conversions := getattr(model, "_weight_conversions", None):
+        # As transformers does without ZeRO-3: saving would also revert renamings that loading has not applied, and give
+        # the text model of Qwen 3.5 the tensor names of a vision-language model.
+        model._weight_conversions = [one for one in conversions if one.was_used()]
     if problems := _list_problems(name, model, info, may_lack, may_hold):
         quantized = [*check_quantization(name, load_model_config(config)[0], QuantizationConfig())]
         raise ConfigError(*(quantized or problems))
