@@ -457,7 +457,8 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
-    if _list_fingerprints(data := previous.get("data")) and previous.get("status") != "done":
+    data: Any = previous.get("data")
+    if _list_fingerprints(data) and previous.get("status") != "done":
         # Of moved data, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
         places = ["dataset_name", "dataset_mixture", *(["dataset_test_split"] if "inputs" in data else [])]
         names -= {name for name in places if _is_place(before.get(name), plain_now.get(name))}
