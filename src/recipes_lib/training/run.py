@@ -160,7 +160,7 @@ class Run:
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            hashes = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+            hashes = sample_weights(own), sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
         weights, other_weights = broadcast_object(hashes)
         self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
         return checkpoint
@@ -534,7 +534,7 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     return {}
 
 
-def _sample_weights(*models: Path | None) -> dict[str, str] | None:
+def sample_weights(*models: Path | None) -> dict[str, str] | None:
     """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
     folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
     for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):

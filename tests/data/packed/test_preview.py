@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import json
 import re
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from transformers import AddedToken
 
 from recipes_lib.commands import prepare
 from recipes_lib.config.loader import load_config
@@ -84,10 +86,12 @@ def test_partial_characters_show_token_spelling(tiny_tokenizer):
 
 
 def test_special_tokens_are_marked(tiny_tokenizer):
-    pieces = row_of(tiny_tokenizer, "<|im_start|>user").pieces
-    assert pieces[0].is_special
-    assert pieces[0].text == "<|im_start|>"
-    assert not pieces[1].is_special
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_tokens([AddedToken("<|own|>", special=True), AddedToken("plain", special=False)])
+    assert not {"<|own|>", "plain"} & set(tokenizer.all_special_tokens)
+    pieces = row_of(tokenizer, "<|im_start|><|own|>plain").pieces
+    found = [("<|im_start|>", True), ("<|own|>", True), ("plain", False)]
+    assert [(piece.text, piece.is_special) for piece in pieces] == found
 
 
 @pytest.fixture

@@ -72,7 +72,9 @@ Show = Callable[[Row], Shown]
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
     """Return the tokens of a single example; tokens of incomplete characters have the spelling of the vocabulary."""
-    ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
+    # Also those of a template: `all_special_ids` has only the tokens with a role, such as `eos_token`.
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids, special = example.input_ids.tolist(), added.union(tokenizer.all_special_ids)
     return [
         Piece("".join(map(_show, _decode_one(tokenizer, ids, at))), token_id, is_target, token_id in special)
         for at, (token_id, is_target) in enumerate(zip(ids, example.loss_mask.tolist(), strict=True))
