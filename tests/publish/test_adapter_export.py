@@ -17,6 +17,7 @@ from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as export
 from recipes_lib.publish.final_model import export_model
+from recipes_lib.training.run import sample_weights
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
@@ -150,11 +151,20 @@ def test_changed_base_weights_are_detected(make_run):
         export_model(trainer, folder)
 
 
-def test_wrong_or_missing_base_model_is_detected(make_run, tmp_path):
+def test_wrong_replaced_or_missing_base_model_is_detected(make_run, tmp_path):
     trainer, folder = make_run()
     other = AutoModelForCausalLM.from_config(trainer.model.get_base_model().config)
     other.save_pretrained(tmp_path / "other")
     trainer.model.peft_config["default"].base_model_name_or_path = str(tmp_path / "other")
+    with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
+        export_model(trainer, folder)
+    # The run began with other weights in the same folder.
+    record = {"config": {"model_name_or_path": str(tmp_path / "other")}, "weights": {"fingerprint": "0"}}
+    (folder / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="other: its weights were replaced during the run"):
+        export_model(trainer, folder)
+    record["weights"] = sample_weights(tmp_path / "other")
+    (folder / "run.json").write_text(json.dumps(record))
     with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
         export_model(trainer, folder)
     (tmp_path / "other").rename(tmp_path / "moved")

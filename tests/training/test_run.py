@@ -309,6 +309,8 @@ DATA = {
     "tokens": lambda digest: {"sources": [{"name": "web", "fingerprint": digest}], "num_rows": 3},
     "prompts": lambda digest: {"num_prompts": 3, "fingerprint": digest},
 }
+
+
 WITHOUT_FINGERPRINT = [None, "x", {}, {"sources": [{"key": "a"}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}]
 
 

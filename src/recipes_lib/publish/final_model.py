@@ -7,7 +7,8 @@ import functools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,12 +20,13 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, DataError, DivergedError, list_first
-from recipes_lib.files import inherit_read_permission, read_record
+from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, list_first
+from recipes_lib.files import find_record, inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
+from recipes_lib.models.loading import find_model_folder
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -34,7 +36,7 @@ from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import Run, start_run
+from recipes_lib.training.run import RUN_FILE, Run, sample_weights, start_run
 
 
 def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
@@ -96,6 +98,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
 
     Raises:
         BrokenSaveError: The saved model is damaged; it stays in the folder ``UNVERIFIED``.
+        ConfigError: The base of an adapter was moved or replaced during the run.
         DivergedError: A part of an adapter was not trained; the adapter stays in the same folder.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -118,7 +121,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         else:
             _complete_adapter(model, staging)
             # accelerate wraps the forward pass of the trained model in autocast; the reloaded model needs the same.
-            with trainer.accelerator.autocast():
+            with trainer.accelerator.autocast(), _naming_replaced_base(folder):
                 verify_adapter_export(staging, model, logits)
         for path in staging.iterdir():
             # Deletes a folder, such as that of chat templates, from an interrupted export: rename would not replace it.
@@ -173,8 +176,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     shift = find_logit_shift(reopened, logits)
     if shift is not None:
         raise BrokenSaveError(
-            f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest. If "
-            "the base was replaced during the run, restore it and run the same command"
+            f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"
         )
     # Exactly, because rounding of a deep model can hide a small difference in its logits.
     differing = [] if is_restated else _find_differences(trained, read_adapter_state(reopened))
@@ -189,6 +191,25 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
             f"{untrained[0]} first: their gradients were zero in every step. A policy learns nothing from answers with "
             "equal rewards: look at the rewards in metrics.jsonl"
         )
+
+
+@contextmanager
+def _naming_replaced_base(folder: Path) -> Iterator[None]:
+    """Convert a ``BrokenSaveError`` of the block if the model's weights are not those that the run began with.
+
+    Raises:
+        ConfigError: They were replaced.
+    """
+    try:
+        yield
+    except BrokenSaveError as error:
+        record = find_record(folder / RUN_FILE)
+        before, keys = record.get("weights"), record.get("config") or {}
+        name = str(keys.get("model_name_or_path"))
+        if before is None or before == sample_weights(find_model_folder(name, keys.get("model_revision"))):
+            raise
+        found = "its weights were replaced during the run, so that the adapter cannot be verified on them"
+        raise ConfigError(Problem(name, found, "restore them and run the same command")) from error
 
 
 def _find_differences(trained: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:

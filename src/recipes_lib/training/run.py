@@ -23,6 +23,7 @@ from torch._C import _error_if_any_worker_fails
 
 from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
@@ -159,7 +160,7 @@ class Run:
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            hashes = _sample_weights(own), _sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+            hashes = sample_weights(own), sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
         weights, other_weights = broadcast_object(hashes)
         self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
         return checkpoint
@@ -456,7 +457,21 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
+    data: Any = previous.get("data")
+    if _list_fingerprints(data) and previous.get("status") != "done":
+        # Of moved data, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
+        places = ["dataset_name", "dataset_mixture", *(["dataset_test_split"] if "inputs" in data else [])]
+        names -= {name for name in places if _is_place(before.get(name), plain_now.get(name))}
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
+
+
+def _is_place(before: Any, now: Any) -> bool:
+    """Return whether two values of a key differ in nothing but paths, and those of ``now`` exist."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(map(_is_place, before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {**before, "name": ""} == {**now, "name": ""} and is_local(now["name"])
+    return isinstance(before, str) and is_local(now)
 
 
 def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: Callable[[str], None]) -> RecipeConfig:
@@ -519,7 +534,7 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     return {}
 
 
-def _sample_weights(*models: Path | None) -> dict[str, str] | None:
+def sample_weights(*models: Path | None) -> dict[str, str] | None:
     """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
     folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
     for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):

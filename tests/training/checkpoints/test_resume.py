@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.training.configurations import build_recipe
 from tests.training.test_run import ONE, make_config
 
-from recipes_lib.config.schema import ScheduleConfig
+from recipes_lib.config.schema import DataConfig, ModelConfig, ScheduleConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints import manifest
@@ -328,3 +329,34 @@ def test_run_compares_rows_of_all_ranks(tmp_path, monkeypatch):
     differing = {key: [plan[key] for plan in plans] for key in plans[0] if plans[0][key] != plans[1][key]}
     assert differing == {"the SHA-256 of the dataset's rows": [["a"], ["b"]]}
     assert not list(tmp_path.iterdir()), "only the main process writes run.json"
+
+
+@pytest.mark.parametrize(
+    "build", [lambda name: {"dataset_name": name}, lambda name: {"dataset_mixture": [{"name": name}]}]
+)
+def test_run_resumes_with_the_same_rows_at_another_path_only(tmp_path, monkeypatch, build):
+    monkeypatch.chdir(tmp_path)
+
+    def start(name: str) -> Run:
+        data, model = DataConfig(**build(name)), ModelConfig(model_name_or_path="model")
+        return start_run(build_recipe({"output_dir": "out"}, data=data, model=model), ONE)
+
+    def rows(digest: str) -> dict:
+        return {"inputs": {"sources": {"train": digest}}}
+
+    Path("away.jsonl").touch()
+    start("away.jsonl").record(data=rows("a"))
+    (checkpoint := tmp_path / "out" / "checkpoint-5").mkdir()
+    (checkpoint / "model.safetensors").write_bytes(b"w")
+    write_complete(checkpoint, step=5, world_size=1, data_size=1)
+    moved = Path("away.jsonl").rename("here.jsonl")
+    start(str(moved)).record(data=rows("a"))
+    with pytest.raises(ConfigError, match="the rows of the dataset are not those"):
+        start(str(moved)).record(data=rows("b"))
+    with pytest.raises(ConfigError, match=" and is now "):
+        start("away.jsonl")
+    # Of a finished run, nothing would compare the rows.
+    start(str(moved)).record(status="done")
+    moved.rename("away.jsonl")
+    with pytest.raises(ConfigError, match=" and is now "):
+        start("away.jsonl")
