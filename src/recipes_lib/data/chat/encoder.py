@@ -31,6 +31,7 @@ from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
+_BREAKS: Final = re.compile(r"\s[^\S ]")
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
 
@@ -311,20 +312,23 @@ class RowEncoder:
         self, draft: _Draft, ids: npt.NDArray[np.uint32], cuts: list[int] | None, encoding: Encoding | None
     ) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places."""
-        if len(draft.text) <= WINDOW:
+        # GPT-2's pattern splits two line breaks before a text, which are one token at the end of a prompt.
+        is_plain = draft.row.messages is None and isinstance(self._backend.decoder, ByteLevel)
+        apart = [at for at in draft.places[:1] if is_plain and _BREAKS.fullmatch(draft.text, at - 2, at)]
+        if not apart and len(draft.text) <= WINDOW:
             if cuts is not None or not draft.places:
                 return ids, cuts or []
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
             if encoding is not None:
                 with suppress(MergedTokenError):
                     return ids, [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
-        return self._tokenize_in_parts(draft, ())
+        return self._tokenize_in_parts(draft, apart)
 
     def _tokenize_in_parts(self, draft: _Draft, boundaries: Sequence[int]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places.
 
-        White space at the start of an answer, which would be one token with the line break of the prompt, is tokenised
-        apart from the prompt, as the model generates it.
+        White space at the start of a chat's answer, which would be one token with the line break of the prompt, is
+        tokenised apart from the prompt, as the model generates it.
 
         Args:
             draft: The row.
