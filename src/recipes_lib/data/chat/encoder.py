@@ -168,6 +168,9 @@ class RowEncoder:
         self._reset_backend()
         bare, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
         self._prefix = np.array(find_prefix(bare, whole), dtype=np.uint32)
+        # GPT-2's pattern splits two line breaks before a text, which are one token at the end of a prompt.
+        breaks, text = (self._backend.encode(text, add_special_tokens=False).ids for text in ("\n\n", "\n\na"))
+        self._splits_breaks = isinstance(self._backend.decoder, ByteLevel) and text[: len(breaks)] != breaks
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
@@ -312,9 +315,8 @@ class RowEncoder:
         self, draft: _Draft, ids: npt.NDArray[np.uint32], cuts: list[int] | None, encoding: Encoding | None
     ) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places."""
-        # GPT-2's pattern splits two line breaks before a text, which are one token at the end of a prompt.
-        is_plain = draft.row.messages is None and isinstance(self._backend.decoder, ByteLevel)
-        apart = [at for at in draft.places[:1] if is_plain and _BREAKS.fullmatch(draft.text, at - 2, at)]
+        may_split = self._splits_breaks and draft.row.messages is None
+        apart = [at for at in draft.places[:1] if may_split and _BREAKS.fullmatch(draft.text, at - 2, at)]
         if not apart and len(draft.text) <= WINDOW:
             if cuts is not None or not draft.places:
                 return ids, cuts or []
