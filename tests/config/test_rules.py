@@ -86,6 +86,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("save_keep_steps: 100\nsave_strategy: no", 5, "no effect: `save_strategy` is"),
         ("replay_dataset: me/old\nreplay_from: .", 6, "one source of replayed rows"),
         ("replay_share: 0.1", 5, "has no effect"),
+        ("hub_always_push: true\nhub_strategy: every_save", 5, "has no effect: `push_to_hub` is false"),
+        ("hub_always_push: true\npush_to_hub: true", 5, "has no effect: `hub_strategy` is"),
         ("replay_dataset: me/old\nreplay_share: 1.0", 6, "below 1"),
         ("replay_from: ./nowhere", 5, "does not exist"),
         (f"{STREAM}\nreplay_dataset: me/old", 9, "the share of replay, is unknown"),

@@ -152,16 +152,16 @@ def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities of a model to 0, in dropout modules and attributes.
+    """Set all dropout probabilities of a model to 0, in dropout modules and attributes, and the noise of routers.
 
-    Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout``;
-    ``tests/models/test_inference.py``.
+    Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout`` and
+    ``jitter_noise``; ``tests/models/test_inference.py``.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

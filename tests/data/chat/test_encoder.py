@@ -29,7 +29,7 @@ from tests.data.chat_cases import (
     user,
 )
 from tests.data.templates.tokenizers import build_byte_level, build_metaspace
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.chat_messages import TEMPLATE_DATE
@@ -293,12 +293,27 @@ def test_chat_has_only_bos_of_template() -> None:
     assert spans(tokenizer, row) == ["Paris<|im_end|>"]
 
 
-@pytest.mark.parametrize("build", [lambda: build_byte_level(""), lambda: build_metaspace(None)])
-def test_completion_and_eos_are_trained_and_prompt_masked(build: Any) -> None:
+def build_splitting() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the pattern of GPT-2: two line breaks are one token, unless a text follows them."""
+    tokenizer = copy.deepcopy(build_byte_level(""))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("build", "question", "reply"),
+    [
+        (lambda: build_byte_level(""), "The capital of France is", " Paris."),
+        (lambda: build_metaspace(None), "The capital of France is", " Paris."),
+        (build_splitting, "The capital of France:\n\n", "Paris."),
+        (build_splitting, "hi" * 300_000 + " \n", "Paris."),
+    ],
+)
+def test_completion_and_eos_are_trained_and_prompt_masked(build: Any, question: str, reply: str) -> None:
     tokenizer = build()
     encoder = RowEncoder(tokenizer)
-    (row,) = encoder.encode([plain("The capital of France is", " Paris.")])
-    prompt = encoder.encode_prompt(plain("The capital of France is", " Paris."))
+    (row,) = encoder.encode([plain(question, reply)])
+    prompt = encoder.encode_prompt(plain(question, reply))
     assert row.input_ids[: len(prompt)].tolist() == prompt.tolist()
     assert tokenizer.decode(row.input_ids[row.loss_mask]).strip() == "Paris.</s>"
     assert not row.loss_mask[: len(prompt)].any()

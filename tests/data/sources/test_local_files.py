@@ -289,6 +289,14 @@ def test_unknown_suffix_lists_supported_ones(name: str, kind: str, tmp_path: Pat
         load_files(tmp_path / name, name, "train")
 
 
+def test_pipe_or_device_is_refused(tmp_path):
+    """As of `dataset_name: <(zcat d.jsonl.gz)` in a shell, which can be read once."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", Path("/dev/null")):
+        with pytest.raises(DataError, match=r"is a pipe or a device.*\s+write its rows to a file"):
+            load_files(path, str(path), "train")
+
+
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A file above ``MIN_BYTES``, last changed before ``_SETTLED_NS``."""

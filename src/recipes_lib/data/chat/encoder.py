@@ -31,6 +31,7 @@ from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
+_BREAKS: Final = re.compile(r"\s[^\S ]")
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
 
@@ -167,6 +168,9 @@ class RowEncoder:
         self._reset_backend()
         bare, whole = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (False, True))
         self._prefix = np.array(find_prefix(bare, whole), dtype=np.uint32)
+        # GPT-2's pattern splits two line breaks before a text, which are one token at the end of a prompt.
+        breaks, text = (self._backend.encode(text, add_special_tokens=False).ids for text in ("\n\n", "\n\na"))
+        self._splits_breaks = isinstance(self._backend.decoder, ByteLevel) and text[: len(breaks)] != breaks
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._eos_id = self._backend.token_to_id(self._eos or "")
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
@@ -311,20 +315,22 @@ class RowEncoder:
         self, draft: _Draft, ids: npt.NDArray[np.uint32], cuts: list[int] | None, encoding: Encoding | None
     ) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places."""
-        if len(draft.text) <= WINDOW:
+        may_split = self._splits_breaks and draft.row.messages is None
+        apart = [at for at in draft.places[:1] if may_split and _BREAKS.fullmatch(draft.text, at - 2, at)]
+        if not apart and len(draft.text) <= WINDOW:
             if cuts is not None or not draft.places:
                 return ids, cuts or []
             # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
             if encoding is not None:
                 with suppress(MergedTokenError):
                     return ids, [count_tokens_before(encoding, draft.text, at, self._special) for at in draft.places]
-        return self._tokenize_in_parts(draft, ())
+        return self._tokenize_in_parts(draft, apart)
 
     def _tokenize_in_parts(self, draft: _Draft, boundaries: Sequence[int]) -> tuple[npt.NDArray[np.uint32], list[int]]:
         """Return the token ids of a draft, and the number of tokens before each of its places.
 
-        White space at the start of an answer, which would be one token with the line break of the prompt, is tokenised
-        apart from the prompt, as the model generates it.
+        White space at the start of a chat's answer, which would be one token with the line break of the prompt, is
+        tokenised apart from the prompt, as the model generates it.
 
         Args:
             draft: The row.

@@ -180,7 +180,8 @@ def load_files(
         card: Configuration of the dataset card that selects the files of a folder, from ``read_card``.
 
     Raises:
-        DataError: The folder has no file of a known type, mixes several types, or has no such split.
+        DataError: The path is neither a file nor a folder, or a folder has no file of a known type, mixes several
+            types, or has no such split.
 
     Source: ``datasets.data_files.get_data_patterns``; ``tests/data/sources/test_local_files.py``.
     """
@@ -190,6 +191,9 @@ def load_files(
             kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSIONS else path.suffix
             raise DataError(Problem(name, f"unknown kind of file `{kind}`", f"convert or rename it to {_KNOWN}"))
         splits = {"train": [path]}
+    elif not path.is_dir():
+        found = "is a pipe or a device, and rows are read several times"
+        raise DataError(Problem(name, found, "write its rows to a file, and name that"))
     else:
         splits = _find_splits(path, name) if card is None else _find_card_splits(path, name, card, split)
     if split not in splits:
