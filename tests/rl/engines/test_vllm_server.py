@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.vllm import connect
 from recipes_lib.rl.update import Updater
-from recipes_lib.stopping import StopPendingError
+from recipes_lib.stopping import STOP, StopPendingError
 
 SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [None]}
 
@@ -152,23 +152,24 @@ def test_malformed_or_truncated_answers_raise(stub, monkeypatch, broken, words):
 
 
 def test_stop_request_does_not_wait_for_answers(stub, monkeypatch):
-    """The server answers the first request, and blocks the others until this process has left."""
+    """The server answers the first request, and blocks the others until this process has left, which ends at once."""
     has_left, complete = threading.Event(), stub.complete
     count = iter(range(len(PROMPTS)))
 
     def answer(body):
-        assert next(count) == 0 or has_left.wait(60)
+        if next(count):
+            monkeypatch.setattr(STOP, "reason", "SIGTERM")
+            assert has_left.wait(60)
         return complete(body)
 
-    def leave():
-        raise StopPendingError
-
-    engine = connect_to(stub.url, beat=leave)
+    engine, known = connect_to(stub.url), set(threading.enumerate())
     engine.load(build_policy("llama"))
     monkeypatch.setattr(stub, "complete", answer)
+    monkeypatch.setattr(STOP, "is_deferred", True)
     with pytest.raises(StopPendingError):
         engine.generate(None, PROMPTS, draw(4))
     assert not has_left.is_set()
+    assert all(thread.daemon for thread in set(threading.enumerate()) - known)
     has_left.set()
 
 

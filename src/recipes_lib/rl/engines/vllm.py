@@ -8,8 +8,9 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import iterate_weights
 from recipes_lib.models.generation import Generated, Generator, Sampling, join_answers
 from recipes_lib.models.inference import preserve_random_states, unwrap_adapter
-from recipes_lib.stopping import StopPendingError
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.layouts.fsdp import is_sharded
 from recipes_lib.training.layouts.launch_environment import configure_vllm
 from recipes_lib.training.trainers.arguments import get_compute_dtype
@@ -278,6 +279,8 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
 
 REQUESTS: Final = 64
 """Largest number of concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
+_POLL_SECONDS: Final = 0.5
+"""Time between two polls for a stop request while the server samples, in seconds."""
 _COMMAND: Final = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
     """--weight-transfer-config '{"backend": "nccl"}'"""
@@ -335,28 +338,40 @@ class VLLMBackend(Generator):
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
         answers: dict[int, tuple[list[int], list[float]]] = {}
-        pool = ThreadPoolExecutor(max_workers=len(parts))
+        # Daemon threads instead of a pool, whose threads would keep a process that leaves a hanging server alive.
+        finished: SimpleQueue[tuple[range, Any]] = SimpleQueue()
+        for part in parts:
+            Thread(target=self._ask, args=(part, [list(prompts[row]) for row in part], finished), daemon=True).start()
         with engine_errors("sampling answers"):
-            try:
-                waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
-                for done in as_completed(waiting):
-                    answers.update(zip(waiting[done], done.result(), strict=True))
-                    self._sampling.beat()
-            finally:
-                # A preempted rank does not wait for unfinished answers; requests that were sent cannot be cancelled.
-                pool.shutdown(wait=False, cancel_futures=True)
+            for _ in parts:
+                part, found = _take(finished)
+                if isinstance(found, Exception):
+                    raise found
+                answers.update(zip(part, found, strict=True))
+                self._sampling.beat()
             return join_answers([answers[row] for row in rows], self._sampling)
 
-    def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-        output = self._client.generate(
-            prompts,
-            temperature=self._sampling.temperature,
-            max_tokens=self._sampling.response_length,
-            generation_kwargs={"stop_token_ids": list(self._sampling.stop_ids)},
-        )
-        # For each token a list of one: its own log-probability.
-        logps = [[token[0] for token in answer] for answer in output["logprobs"]]
-        return list(zip(output["completion_ids"], logps, strict=True))
+    def _ask(self, part: range, prompts: list[list[int]], finished: SimpleQueue[tuple[range, Any]]) -> None:
+        try:
+            output = self._client.generate(
+                prompts,
+                temperature=self._sampling.temperature,
+                max_tokens=self._sampling.response_length,
+                generation_kwargs={"stop_token_ids": list(self._sampling.stop_ids)},
+            )
+            # For each token a list of one: its own log-probability.
+            logps = [[token[0] for token in answer] for answer in output["logprobs"]]
+            finished.put((part, list(zip(output["completion_ids"], logps, strict=True))))
+        except Exception as error:  # Raised again in the caller's thread.
+            finished.put((part, error))
+
+
+def _take(finished: SimpleQueue[tuple[range, Any]]) -> tuple[range, Any]:
+    """Wait for a request; a preempted rank waits for none. A wait is no progress, so that the watchdog ends a stall."""
+    while True:
+        STOP.raise_if_pending()
+        with suppress(Empty):
+            return finished.get(timeout=_POLL_SECONDS)
 
 
 def _complete_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
