@@ -18,6 +18,7 @@ import yaml
 from tests import tiny
 from tests.commands.test_export import build, write_model_checkpoint
 from tests.evaluation.conftest import write_tasks
+from tests.locks import locked
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.evaluate import _parse, describe
@@ -223,17 +224,15 @@ def test_watch_follows_run_until_it_ends(recipes, recorded, tmp_path: Path, monk
     run = tmp_path / "run"
     write_status(run, "running")
     write_checkpoint(run, 2)
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", holder, run / "_lock"], stdin=-1, stdout=-1, text=True) as trainer:
-        assert trainer.stdout is not None
-        trainer.stdout.readline()
+    with locked(run / "_lock") as trainer:
         num_commands = []
 
         def sleep(_: float) -> None:
             num_commands.append(len(recorded.commands))
             if len(num_commands) == 2:
                 write_checkpoint(run, 4)
-                trainer.communicate("\n")  # As if killed: `run.json` still says running.
+                trainer.kill()  # `run.json` still says running.
+                trainer.wait()
 
         monkeypatch.setattr("time.sleep", sleep)
         recipes("eval", "watch", run, "--tasks", "core")

@@ -19,6 +19,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors.numpy import save, save_file
 from tests.forked import ROOT
+from tests.locks import locked
 from tests.publish.hub_server import Commit, Fault
 from tests.publish.runs import finish, link_files, make_run, read_weight, save_checkpoint
 
@@ -212,12 +213,8 @@ def test_read_only_folder_is_published(recipes, hub, run, monkeypatch):
 
 def test_concurrent_publisher_is_rejected(recipes, hub, run):
     finish(run)
-    hold = f"import fcntl, sys; f = open({str(run / '_published.lock')!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX)"
-    command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout.readline() == "held\n"
+    with locked(run / "_published.lock"):
         assert "another process publishes it" in recipes("publish", run, code=2)
-        other.stdin.close()
 
 
 def recipe(run, train, **keys):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.locks import locked
 from tests.report.test_page import HOSTILE, Page
 from tests.rows import write_rows
 
@@ -81,29 +78,9 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-HOLDER = """import fcntl, sys
-file = open(sys.argv[1], "a")
-getattr(fcntl, sys.argv[2])(file, fcntl.LOCK_EX)
-print(flush=True)
-input()"""
-
-
-@contextmanager
-def locked(file: Path, kind: str) -> Iterator[None]:
-    """Let another process hold a lock of a file within the block, which then kills it."""
-    command = [sys.executable, "-c", HOLDER, file, kind]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.kill()
-
-
 def test_run_is_running_while_a_process_holds_its_lock_and_killed_after_it(tmp_path: Path, recipes) -> None:
     write_run(tmp_path / "a", SFT, status="running")
-    with locked(tmp_path / "a" / "_lock", "lockf"):
+    with locked(tmp_path / "a" / "_lock"):
         assert list_entries(tmp_path)[0].status == "running"
         assert "its status is “running”" in build_report(tmp_path / "a").read_text()
     assert recipes("runs", tmp_path).splitlines()[1].split()[:3] == ["a", "sft", "killed"]
