@@ -74,9 +74,10 @@ def test_attributes_are_restored_after_an_error():
 
 def test_disable_dropout_keeps_other_attributes():
     layer = nn.Linear(2, 2)
-    layer.scale, layer.drop_rate = 0.5, 0.5
+    layer.scale, layer.drop_rate, layer.router_jitter_noise = 0.5, 0.5, 0.5
     disable_dropout(layer)
-    assert (layer.scale, layer.drop_rate) == (0.5, 0.0)
+    # The last is a threshold of PhiMoE's router, in evaluation too.
+    assert (layer.scale, layer.drop_rate, layer.router_jitter_noise) == (0.5, 0.0, 0.5)
 
 
 def test_evaluating_restores_mode_of_every_module_after_error():

@@ -161,7 +161,9 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            # PhiMoE's `router_jitter_noise` is a threshold, in evaluation too.
+            is_noise = name in ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+            if ("drop" in name or is_noise) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 
