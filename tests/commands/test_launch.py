@@ -266,10 +266,8 @@ def test_processes_verify_expected_launch(monkeypatch):
 
 
 def test_default_variables_do_not_override_users(monkeypatch):
-    names = ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    for name in ("RECIPES_LAUNCHED", "PYTORCH_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "mine")
     expect_launch(Launch(rank=0, local_rank=0, world_size=2, engine="FSDP"))
     assert "PYTORCH_ALLOC_CONF" not in os.environ
@@ -283,9 +281,8 @@ def test_default_variables_do_not_override_users(monkeypatch):
 def test_pipeline_layout_is_passed_to_processes(by, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for name in ("RECIPES_LAUNCHED", "PIPELINE_STAGES", "PIPELINE_SCHEDULE"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setattr("os.execv", lambda *_: (_ for _ in ()).throw(InterruptedError))
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.execv", mock.Mock(side_effect=InterruptedError))
     flags = ["--pipeline_stages", "4", "--pipeline_schedule", "gpipe"]
     if by == "variables":
         monkeypatch.setenv("PIPELINE_STAGES", "4")

@@ -8,12 +8,10 @@ from peft import LoraConfig, get_peft_model
 from tests.parity import trl_runs
 from tests.rows import write_rows
 from tests.training.adapter_runs import make_adapter_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.packed.prepared_set import prepare
 
 KEYS = trl_runs.SHARED | {
     "per_device_train_batch_size": 2,
@@ -45,16 +43,8 @@ def rows(tmp_path):
 
 
 def train_ours(model_dir, path, tmp_path, adapter):
-    keys = KEYS | {
-        "model_name_or_path": model_dir,
-        "dataset_name": path,
-        "output_dir": tmp_path / "ours",
-        "prepared_dir": tmp_path / "prepared",
-        "packing": False,
-    }
-    config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
-    data = prepare(config, lambda _: AutoTokenizer.from_pretrained(model_dir))
-    trainer, recorder, _ = make_adapter_trainer(model_dir, tmp_path / "ours", data.train, adapter, **KEYS)
+    _, data = trl_runs.prepare_rows("lora", model_dir, path, tmp_path, KEYS)
+    trainer, recorder, _ = make_adapter_trainer(model_dir, tmp_path / "ours", data, adapter, **KEYS)
     trainer.train()
     return recorder.steps
 

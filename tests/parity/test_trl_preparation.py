@@ -10,9 +10,7 @@ from tests.training.trajectories import Recorder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
@@ -50,21 +48,13 @@ LAYOUTS = {
 
 
 def train_ours(model_dir, path, tmp_path):
-    keys = KEYS | {
-        "model_name_or_path": model_dir,
-        "dataset_name": path,
-        "output_dir": tmp_path / "ours",
-        "prepared_dir": tmp_path / "prepared",
-        "packing": False,
-    }
-    config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
+    config, data = trl_runs.prepare_rows("sft", model_dir, path, tmp_path, KEYS)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    data = prepare(config, lambda _: tokenizer)
     recorder = Recorder()
     SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model_dir),
         args=build_training_arguments(config, read_launch(), has_eval=False),
-        train_dataset=data.train,
+        train_dataset=data,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
         observer=Observer(StepCounter(), [], [recorder], build_progress(is_main=False)),

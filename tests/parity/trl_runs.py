@@ -11,6 +11,9 @@ from datasets import Dataset, load_dataset
 from tests.training.trajectories import Recorder
 from transformers import AutoTokenizer
 
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.packed.prepared_set import prepare
+
 SHARED: dict[str, Any] = {
     "seed": 3,
     "logging_steps": 1,
@@ -20,6 +23,19 @@ SHARED: dict[str, Any] = {
     "activation_checkpointing": False,
 }
 """Of every run; schedule and batch size are of each test."""
+
+
+def prepare_rows(recipe: str, model_dir: Path, rows: Path, folder: Path, shared: dict[str, Any]) -> Any:
+    """Return the configuration of a recipe without packing, and its prepared rows."""
+    keys = shared | {
+        "model_name_or_path": model_dir,
+        "dataset_name": rows,
+        "output_dir": folder / "ours",
+        "prepared_dir": folder / "prepared",
+        "packing": False,
+    }
+    config = load_config(recipe, [f"--{name}={value}" for name, value in keys.items()])
+    return config, prepare(config, lambda _: AutoTokenizer.from_pretrained(model_dir)).train
 
 
 def train_trl(trainer: Any, arguments: Any, model: Any, model_dir: Path, rows: Path | Dataset, folder: Path) -> Any:

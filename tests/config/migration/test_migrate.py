@@ -319,13 +319,6 @@ def test_json_is_migrated(write, indent) -> None:
     assert not [change for change in migration.changes if change.line]
 
 
-@pytest.mark.parametrize("steps", ["[1]", "{a: 1}", "many"])
-def test_non_numeric_steps_need_review(write, minimal_text: str, steps: str) -> None:
-    migration = migrate(write(f"{minimal_text}max_steps: {steps}\nnum_train_epochs: 2\n"), "sft")
-    assert not migration.is_ready
-    assert "num_train_epochs: 2" in migration.text
-
-
 def test_ineffective_synonym_is_deleted(write, minimal_text: str) -> None:
     migration = migrate(write(f"{minimal_text}max_steps: 5\nepochs: 2\n"), "sft")
     assert migration.is_ready
@@ -445,6 +438,9 @@ def test_absent_keys_of_other_defaults_are_reported(write, minimal_text: str, re
     [
         ("dpo", "use_peft: true\nlora_dropout: 0.05\ndisable_dropout: false", "lora_dropout: 0.05"),
         ("grpo", "reward_funcs: [{a: 1}]", "reward_funcs: [{a: 1}]"),
+        ("sft", "max_steps: [1]\nnum_train_epochs: 2", "num_train_epochs: 2"),
+        ("sft", "max_steps: {a: 1}\nnum_train_epochs: 2", "num_train_epochs: 2"),
+        ("sft", "max_steps: many\nnum_train_epochs: 2", "num_train_epochs: 2"),
     ],
 )
 def test_value_without_equivalent_needs_review(write, minimal_text: str, recipe: str, old: str, kept: str) -> None:

@@ -40,13 +40,8 @@ def test_removed_upstream_key_has_explanation(key: str) -> None:
     assert key in read_renames().retired or is_secret_key(key)
 
 
-def test_keys_of_trl_model_config_are_known() -> None:
-    for field in dataclasses.fields(trl.ModelConfig):
-        assert field.name in KEYS or field.name in read_known("sft"), field.name
-
-
-@pytest.mark.parametrize("config", [trl.DPOConfig, trl.RewardConfig])
-def test_keys_of_other_trl_configs_are_known(config: type) -> None:
+@pytest.mark.parametrize("config", [trl.ModelConfig, trl.DPOConfig, trl.RewardConfig])
+def test_keys_of_trl_configs_are_known(config: type) -> None:
     for field in dataclasses.fields(config):
         named = field.name in KEYS or field.name in read_known("sft") or is_secret_key(field.name)
         assert named, field.name
