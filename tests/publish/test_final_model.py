@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.publish.runs import finish, make_run
 from tests.training.configurations import build_recipe
 from tests.training.trajectories import make_packs, make_trainer
+from transformers.core_model_loading import PrefixChange
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
@@ -116,6 +118,14 @@ def test_non_finite_model_is_not_exported(trained):
         export_model(trainer, folder)
     assert (folder / UNVERIFIED / "model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
+
+
+def test_text_model_of_multimodal_checkpoint_is_exported_under_its_own_names(trained):
+    """As loaded from a checkpoint whose names have a prefix; vLLM's class of the text model has no such module."""
+    trainer, folder = trained
+    trainer.model._weight_conversions = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
+    export_model(trainer, folder)
+    assert load_file(folder / "model.safetensors").keys() <= trainer.model.state_dict().keys()
 
 
 def test_interrupted_export_is_repeated(trained):

@@ -330,10 +330,9 @@ def read_checkpoint(
             output_loading_info=True,
             **_load_options(config),
         )
-    if conversions := getattr(model, "_weight_conversions", None):
-        # As transformers does without ZeRO-3: saving would also revert renamings that loading has not applied, and give
-        # the text model of Qwen 3.5 the tensor names of a vision-language model.
-        model._weight_conversions = [one for one in conversions if one.was_used()]
+    # Under ZeRO-3, transformers 5.23 also keeps unused ones, which saving reverts: the text model of Qwen 3.5 would get
+    # the names of its multimodal model, and Gemma 3 `language_model.model.model`.
+    model._weight_conversions = [change for change in model._weight_conversions if change.was_used()]
     if problems := _list_problems(name, model, info, may_lack, may_hold):
         quantized = [*check_quantization(name, load_model_config(config)[0], QuantizationConfig())]
         raise ConfigError(*(quantized or problems))

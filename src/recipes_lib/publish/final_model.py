@@ -104,6 +104,9 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Disabled during training, since packed rows cannot be cached; users of the model need it to generate fast.
     model.config.use_cache = True
+    if changes := getattr(model, "_weight_conversions", None):
+        # The text model of a multimodal checkpoint (Qwen 3.5) gets its own names: older vLLM reads no prefixed ones.
+        model._weight_conversions = [one for one in changes if getattr(one, "prefix_to_remove", "") != "language_model"]
     is_adapter = isinstance(model, PeftModel)
     logits = compute_probe_logits(trainer.model) if is_adapter else None
     staging = folder / UNVERIFIED
