@@ -330,9 +330,10 @@ def read_checkpoint(
             output_loading_info=True,
             **_load_options(config),
         )
-    # Under ZeRO-3, transformers 5.23 also keeps unused ones, which saving reverts: the text model of Qwen 3.5 would get
-    # the names of its multimodal model, and Gemma 3 `language_model.model.model`.
-    model._weight_conversions = [change for change in model._weight_conversions if change.was_used()]
+    if conversions := getattr(model, "_weight_conversions", None):
+        # Under ZeRO-3, transformers 5.23 also keeps unused ones, which saving reverts: the text model of Qwen 3.5 would
+        # get the names of its multimodal model, and Gemma 3 `language_model.model.model`.
+        model._weight_conversions = [one for one in conversions if one.was_used()]
     if problems := _list_problems(name, model, info, may_lack, may_hold):
         quantized = [*check_quantization(name, load_model_config(config)[0], QuantizationConfig())]
         raise ConfigError(*(quantized or problems))
