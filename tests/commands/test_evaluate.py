@@ -190,6 +190,8 @@ def test_watch_evaluates_each_complete_checkpoint_once(
     assert "checkpoint-2" not in recipes(*command, "--use_cpu")
     other = [*command, "--use_cpu", "--limit", "3"]
     assert "checkpoint-2: holds results with another value of limit" in recipes(*other, code=2)
+    (results / "watch.json").unlink()  # As after `recipes eval`.
+    assert "checkpoint-2: holds results with another value of limit" in recipes(*other, code=2)
     recipes(*other, "--output_dir", tmp_path / "others")
     found = json.loads((tmp_path / "others" / "checkpoint-2" / "eval.json").read_text())
     assert found["tasks"]["local_choice"]["num_questions"] == 3

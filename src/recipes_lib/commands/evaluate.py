@@ -133,7 +133,8 @@ def _refuse_others(folder: Path, asked: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: It was; names the keys.
     """
-    before = find_record(folder / _ASKED)
+    # Results of `recipes eval` name their settings, but not what its tasks were asked for by.
+    before = find_record(folder / _ASKED) or find_record(folder / "eval.json").get("settings") or {}
     if keys := [key for key, value in asked.items() if before.get(key, value) != value]:
         found = f"holds results with another value of {', '.join(keys)}"
         raise ConfigError(Problem(str(folder), found, "name another folder for these: --output_dir DIR"))
