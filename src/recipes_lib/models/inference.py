@@ -152,18 +152,18 @@ def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities of a model to 0, in dropout modules and attributes, and the noise of routers.
+    """Set all dropout probabilities of a model to 0, in dropout modules and attributes, and the noise of router inputs.
 
-    Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout`` and
-    ``jitter_noise``; ``tests/models/test_inference.py``.
+    Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout``;
+    ``tests/models/test_inference.py``.
     """
+    # Of Mixtral and MiniMax, Phi, DBRX. Not Phi's ``router_jitter_noise``, which selects its experts in evaluation too.
+    noise = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            # PhiMoE's `router_jitter_noise` is a threshold, in evaluation too.
-            is_noise = name in ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-            if ("drop" in name or is_noise) and isinstance(value, float):
+            if ("drop" in name or name in noise) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

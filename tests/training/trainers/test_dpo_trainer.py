@@ -214,7 +214,7 @@ def test_rounding_of_a_deep_policy_is_no_difference_from_its_reference(
     trainer, recorder = make_pair_trainer(deep_model_dir, tmp_path / "run", make_pairs(), **options)
     if has_dropout:
         enable_dropout(trainer, monkeypatch)
-        with pytest.raises(DivergedError, match="Policy and reference differ, or dropout is on"):
+        with pytest.raises(DivergedError, match="Policy and reference differ, or dropout or router noise is on"):
             trainer.train()
     else:
         trainer.train()
@@ -273,7 +273,7 @@ def test_policy_that_differs_from_reference_stops_before_update(
     trainer, _ = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(), **options)
     inject(trainer, monkeypatch)
     before = {name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}
-    with pytest.raises(DivergedError, match="Policy and reference differ, or dropout is on"):
+    with pytest.raises(DivergedError, match="Policy and reference differ, or dropout or router noise is on"):
         trainer.train()
     assert_equal_weights({name: weight.nan_to_num() for name, weight in weights_of(trainer).items()}, before)
 

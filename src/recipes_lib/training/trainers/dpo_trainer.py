@@ -215,7 +215,7 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
             f"log-probability that is off by {shift:.2g} from that of the reference, which should be the same model: "
             f"rounding explains {rounding:.1g}"
             + (f", and a loss of ln 2 = {math.log(2):.6f} within {tolerance:.1g}" if is_sigmoid else "")
-            + ". Policy and reference differ, or dropout is on"
+            + ". Policy and reference differ, or dropout or router noise is on"
         )
     return f"step 0: loss {loss:.6f}, largest log-ratio {abs(shift):.1e} nats: policy and reference agree"
 
