@@ -153,6 +153,20 @@ def test_damaged_classifier_is_a_config_error(folder, tmp_path, name, content) -
         read_linear(tmp_path)
 
 
+def test_killed_training_leaves_no_weights_under_earlier_labels(tmp_path, monkeypatch) -> None:
+    train_classifier(plant_all(["good", "bad"], number=20)).save(tmp_path, {})
+    swapped = train_classifier(plant_all(["bad", "good"], number=20))
+
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(text_classifier, "replace_record", end)
+    with pytest.raises(KeyboardInterrupt):
+        swapped.save(tmp_path, {})
+    with pytest.raises(ConfigError, match="is not a classifier"):
+        read_linear(tmp_path)
+
+
 def test_classifier_step_records_score_and_applies_threshold(folder) -> None:
     step = Classifier(str(folder), "good", 0.5)
     reason, document, _ = apply(step, plant("bad", 1, 1)[0])

@@ -80,6 +80,8 @@ class LinearClassifier:
         from safetensors.numpy import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
+        # A process that is killed between the files must not leave new weights under the labels of an earlier training.
+        (folder / SETTINGS_FILE).unlink(missing_ok=True)
         with atomic_file(folder / WEIGHTS_FILE) as partial:
             save_file({"weight": self.weight, "bias": self.bias}, partial)
         record = {"labels": list(self.labels), "num_words": self.num_words, "evaluation": evaluation}
