@@ -90,6 +90,20 @@ def test_broken_connection_to_hub_ends_with_its_reason(hub, fault):
     assert "run the same command again" in caught.value.problems[0].remedy
 
 
+@pytest.mark.parametrize(
+    ("load", "status", "code", "found"),
+    [
+        (lambda: load_tokenizer(MODEL, TokensConfig()), 403, "GatedRepo", "nobody/nothing is gated"),
+        (lambda: load_model_config(MODEL), 404, "RepoNotFound", "nobody/nothing is no folder, and not on the Hub"),
+        (lambda: load_model_config(MODEL), 404, "RevisionNotFound", "nobody/nothing has no such revision"),
+    ],
+)
+def test_refusal_of_hub_is_no_broken_connection(hub, load, status, code, found):
+    hub.sabotage = lambda kind: Refusal(status, code).answer
+    with pytest.raises(UserError, match=found):
+        load()
+
+
 @pytest.mark.parametrize("refused", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_refused_file_of_tokenizer_is_not_a_missing_one(hub, refused, monkeypatch):
     send = hub._file

@@ -99,8 +99,9 @@ def explain_refusal_of_hub(error: BaseException) -> tuple[str, str] | None:
         if type(cause) is HfHubHTTPError:  # Its subclasses are the refusals with a reason.
             status = cause.response.status_code
             return f"the Hub answers {status}", _ANSWERS.get(status, "run the same command again later")
-        # Its base is the error of the HTTP client, httpx or another with that interface.
-        if isinstance(cause, HfHubHTTPError.__bases__[0]) and not isinstance(cause, HfHubHTTPError):
+        # Its base is the error of the HTTP client, httpx or another with that interface. One with a response is not a
+        # failed connection: a subclass was raised from it.
+        if isinstance(cause, HfHubHTTPError.__bases__[0]) and getattr(cause, "response", None) is None:
             return f"the connection to the Hub failed ({type(cause).__name__})", "run the same command again"
     return None
 
