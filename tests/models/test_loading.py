@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -328,6 +329,17 @@ def test_file_beyond_memory_is_explained(tiny_model_dir: Path, monkeypatch: pyte
     monkeypatch.setattr("recipes_lib.models.loading.AutoModelForCausalLM.from_pretrained", refuse)
     _, found, _ = catch_problem(lambda: load_causal_lm(config_for(tiny_model_dir), "sdpa"))
     assert "larger than the memory of this machine" in found
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_cache_that_cannot_be_written_is_no_incomplete_model(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code), "/cache/hub/blob")
+
+    monkeypatch.setattr("recipes_lib.models.loading.AutoConfig.from_pretrained", refuse)
+    _, found, remedy = catch_problem(lambda: load_model_config(config_for("org/model")))
+    assert os.strerror(code) in found
+    assert "complete model folder" not in remedy
 
 
 def test_remote_code_is_not_run_by_default(model_dir: Path) -> None:

@@ -40,7 +40,7 @@ from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, iterate_causes, list_first
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, explain_refusal, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
 from recipes_lib.models.model_files import MODEL_SHARDS, POLICY, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
@@ -520,7 +520,9 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
             return f"{path} {damage.problems[0].found}", "write or download it again"
         if path.read_bytes().startswith(codecs.BOM_UTF8):
             return f"{path} begins with a byte order mark", "save it in UTF-8 without one"
-    remedy = "check that it is a complete model folder or Hub repository"
+    # Such as a full disk of the Hub's cache.
+    exhausted = explain_refusal(error)
+    remedy = exhausted.remedy if exhausted else "check that it is a complete model folder or Hub repository"
     return f"{name} cannot be loaded: {_first_line(error)}", remedy
 
 
