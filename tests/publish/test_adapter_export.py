@@ -10,13 +10,17 @@ from safetensors.torch import load_file, save_file
 from tests.models.adapter_models import compute_logits
 from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import make_packs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from recipes_lib.commands.weights import _write_adapter
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.models.adapters.lora import add_adapter, read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as export
 from recipes_lib.publish.final_model import export_model
+from recipes_lib.training.checkpoints.saver import CheckpointSaver
+from recipes_lib.training.checkpoints.sharded import copy_model_shards, read_trained_state
 from recipes_lib.training.run import sample_weights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -50,6 +54,20 @@ def make_run(tiny_model_dir, tmp_path):
         return trainer, tmp_path
 
     return make
+
+
+def test_shards_are_exported_with_trained_copy_of_tied_embeddings_under_both_names(tmp_path):
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True))
+    modules = ["embed_tokens", "norm"]
+    adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_modules_to_save=modules), seed=0)
+    checkpoint, folder = tmp_path / "checkpoint-1", tmp_path / "out"
+    folder.mkdir()
+    adapted.peft_config["default"].save_pretrained(checkpoint)
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    copy_model_shards(checkpoint, read_trained_state(adapted), saver)()
+    _write_adapter(checkpoint, folder)
+    torch.testing.assert_close(load_file(folder / WEIGHTS), read_adapter_state(adapted), atol=0, rtol=0)
 
 
 def breaking(monkeypatch, change):

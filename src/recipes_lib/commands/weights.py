@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem, reported_at
-from recipes_lib.files import atomic_folder, read_lines, read_record, read_text, staging_folder
+from recipes_lib.files import atomic_folder, find_record, read_lines, read_record, read_text, staging_folder
 from recipes_lib.models.model_files import TEMPLATES
 
 if TYPE_CHECKING:
@@ -198,6 +198,13 @@ def _write_adapter(checkpoint: Path, folder: Path) -> int:
         found = f"its adapter belongs to a base that {init} has changed, and the checkpoint does not hold that base"
         raise ConfigError(Problem(str(checkpoint), found, "let the run end: its output directory holds the adapter"))
     weights = {name_in_file(name): tensor for name, tensor in read_whole_weights(checkpoint).items()}
+    settings = find_record(checkpoint / "adapter_config.json")
+    if settings.get("ensure_weight_tying"):
+        # Shards hold the trained copy of tied embeddings, the largest module, once; PEFT looks for it under both names.
+        largest = max((one for name, one in weights.items() if ".lora_" not in name), key=lambda one: one.numel())
+        for name in settings["modules_to_save"]:
+            if not any(key.endswith(f".{name}.weight") for key in weights):
+                weights[f"base_model.model.{name}.weight"] = largest.clone()
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     return verify_weights(folder, {name: tensor.shape for name, tensor in weights.items()}, ADAPTER_WEIGHTS)
 

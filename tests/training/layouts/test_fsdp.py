@@ -16,6 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.training.checkpoints.sharded import gather_trained_state
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
     gathered,
@@ -72,29 +75,51 @@ def test_buffers_and_absent_layers_are_left_out_while_sharding(is_read_once):
     assert name in model.state_dict()
 
 
-def make_model() -> LlamaForCausalLM:
+@pytest.mark.parametrize("is_read_once", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_trained_copies_of_embeddings_stay_tied(mesh, is_read_once, is_tied):
+    model = make_model(tie_word_embeddings=is_tied)
+    adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_modules_to_save=["embed_tokens", "lm_head"]), seed=0)
+    ids = torch.arange(24).view(2, 12)
+    expected, state = adapted(input_ids=ids).logits, {name: one.clone() for name, one in adapted.state_dict().items()}
+    sharded = shard(build_sharding(cpu_ram_efficient_loading=is_read_once), adapted)
+    torch.testing.assert_close(sharded(input_ids=ids).logits, expected, atol=0.02, rtol=0)
+    inputs, outputs = sharded.get_input_embeddings(), sharded.get_output_embeddings()
+    for read in (lambda one: one.modules_to_save["default"].weight, lambda one: one.original_module.weight):
+        assert (read(inputs) is read(outputs)) is is_tied
+    found = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in sharded.state_dict().items()}
+    torch.testing.assert_close(found, state, atol=0, rtol=0)
+    # As PEFT saves them, under both names.
+    trained = {name: one for name, one in state.items() if "lora_" in name or "modules_to_save" in name}
+    torch.testing.assert_close(gather_trained_state(sharded), trained, atol=0, rtol=0)
+
+
+def make_model(**options: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes)).train()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes, **options)).train()
 
 
-def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
+def build_sharding(*, cpu_ram_efficient_loading: bool) -> Any:
     wide = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         mixed_precision_policy=wide,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=cpu_ram_efficient_loading,
     )
-    accelerator: Any = SimpleNamespace(
+    return SimpleNamespace(
         is_fsdp2=True,
         state=SimpleNamespace(fsdp_plugin=plugin),
         mixed_precision="bf16",
         is_main_process=True,
         device=torch.device("cpu"),
     )
-    model = make_model()
+
+
+def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
+    accelerator, model = build_sharding(cpu_ram_efficient_loading=False), make_model()
     if sharder == "wide everywhere":
         return fsdp2_prepare_model(accelerator, model)
     if sharder == "chunk":

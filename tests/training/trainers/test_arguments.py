@@ -242,7 +242,7 @@ def test_fp8_of_launch_file_disables_default_bf16_and_keeps_weights(tmp_path, mo
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "1")  # As `accelerate launch` sets it.
     monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_fp8", lambda precision: None)
-    monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_compiler", lambda compilation: None)
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.verify_compiler", lambda *_: None)
     launch = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
     args = build_training_arguments(make_config(tmp_path), launch, has_eval=False)
     assert args.mixed_precision == "fp8"

@@ -87,6 +87,11 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
             if owner != 0:
                 distributed.recv(tensor, src=owner)
             whole[name] = tensor.cpu()
+    if whole and is_adapter(model):
+        # PEFT looks for the trained copy of tied embeddings under each of its names.
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+        whole |= {name: whole[one] for name, one in every.items() if one in whole}
     return whole
 
 

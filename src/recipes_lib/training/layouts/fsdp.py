@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -61,8 +64,9 @@ def sharding(accelerator: Accelerator, model: Any) -> Iterator[None]:
     """Context in which accelerate shards a model with buffers in its state, or with names of layers that it lacks.
 
     If only rank 0 has read the weights, accelerate 1.15 takes every tensor of the state for a sharded parameter, also
-    the routing biases of DeepSeek V3 and GLM-4.5 (https://github.com/huggingface/accelerate/issues/3898). And it
-    searches the language model of Gemma 4 or Qwen 3.5 for the layers of the vision tower.
+    the routing biases of DeepSeek V3 and GLM-4.5 (https://github.com/huggingface/accelerate/issues/3898), and ties the
+    embeddings again, which fails for copies of them that an adapter trains. And it searches the language model of
+    Gemma 4 or Qwen 3.5 for the layers of the vision tower.
 
     Args:
         accelerator: Accelerator of the run; without FSDP2, nothing changes.
@@ -86,11 +90,30 @@ def sharding(accelerator: Accelerator, model: Any) -> Iterator[None]:
         module._non_persistent_buffers_set.add(name)
         if module._buffers[name].is_meta:  # On other ranks than 0.
             module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+    if is_read_once and _trains_tied_embeddings(model):
+        model.tie_weights = partial(_tie_copies, model)
     yield
+    vars(model).pop("tie_weights", None)
     for module, name in buffers:
         module._non_persistent_buffers_set.remove(name)
         module._buffers[name] = module._buffers[name].to(accelerator.device)
         distributed.broadcast(module._buffers[name], 0)
+
+
+def _trains_tied_embeddings(model: nn.Module) -> bool:
+    """Return whether an adapter trains copies of two embeddings that are tied (``lora_modules_to_save``)."""
+    if not isinstance(model, PeftModel):
+        return False
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    return isinstance(outputs, ModulesToSaveWrapper) and inputs.weight is outputs.weight
+
+
+def _tie_copies(model: PeftModel) -> None:
+    """Tie the copies of two embeddings, and the originals, which moving the model to another device has separated."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    outputs.original_module.weight = inputs.original_module.weight
+    for name, copy in inputs.modules_to_save.items():
+        outputs.modules_to_save[name].weight = copy.weight
 
 
 def shard_head(head: nn.Module, trunk: nn.Module) -> None:
