@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
-from peft import PeftModel
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from recipes_lib.models.inference import unwrap_adapter
 
 
 def set_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
@@ -100,15 +100,15 @@ def sharding(accelerator: Accelerator, model: Any) -> Iterator[None]:
         distributed.broadcast(module._buffers[name], 0)
 
 
-def _trains_tied_embeddings(model: nn.Module) -> bool:
+def _trains_tied_embeddings(model: Any) -> bool:
     """Return whether an adapter trains copies of two embeddings that are tied (``lora_modules_to_save``)."""
-    if not isinstance(model, PeftModel):
+    if unwrap_adapter(model) is model:
         return False
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    return isinstance(outputs, ModulesToSaveWrapper) and inputs.weight is outputs.weight
+    return hasattr(outputs, "modules_to_save") and inputs.weight is outputs.weight
 
 
-def _tie_copies(model: PeftModel) -> None:
+def _tie_copies(model: Any) -> None:
     """Tie the copies of two embeddings, and the originals, which moving the model to another device has separated."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     outputs.original_module.weight = inputs.original_module.weight
