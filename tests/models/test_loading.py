@@ -28,7 +28,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
-    modeling_utils,
 )
 from transformers.models.auto import tokenization_auto
 from transformers.utils.logging import enable_progress_bar, set_tqdm_hook
@@ -76,22 +75,6 @@ def test_loaded_weights_equal_checkpoint(tiny_model_dir: Path) -> None:
     assert model.training
     assert model.config.use_cache is False
     assert model.config._attn_implementation == "eager"
-
-
-def test_saved_tensors_have_names_of_checkpoint_under_zero3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, transformers keeps the conversions of other checkpoints of the architecture too, for saving."""
-    load = modeling_utils.convert_and_load_state_dict_in_model
-
-    def load_as_zero3(*, model: Any, load_config: Any, **options: Any) -> Any:
-        result = load(model=model, load_config=load_config, **options)
-        model._weight_conversions = load_config.weight_mapping
-        return result
-
-    build_gemma3().save_pretrained(tmp_path)
-    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", load_as_zero3)
-    model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path)), "eager")
-    model.save_pretrained(tmp_path / "saved")
-    assert load_file(tmp_path / "saved/model.safetensors").keys() == load_file(tmp_path / "model.safetensors").keys()
 
 
 def test_loaded_experts_have_router_loss_without_key_that_breaks_padded_generation(tmp_path: Path) -> None:
