@@ -19,8 +19,10 @@ RUN --mount=type=cache,target=/tmp/pip \
 
 # torch's default build includes the CUDA libraries; the host needs only the driver and the container toolkit.
 FROM build AS build-cuda
+# Wheel of FlashAttention, of which PyPI has the source only.
+ARG FLASH_ATTENTION
 RUN --mount=type=cache,target=/tmp/pip \
-    /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval,gpu,deepspeed]"
+    /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval,gpu,deepspeed]" $FLASH_ATTENTION
 
 # The image needs a compiler: torch.compile and DeepSpeed build kernels at run time.
 FROM python:3.11.14-slim-bookworm AS runtime

@@ -188,8 +188,8 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Dtype of the master weights; ``bf16`` and ``fp16`` set that of computation."""
     attn_implementation: str | None = None
-    """``sdpa``, ``eager``, ``varlen``, ``flash_attention_2``, ``flash_attention_3`` or, from the Hub,
-    ``kernels-community/flash-attn3``. Unset: the fastest installed one that isolates packed documents."""
+    """``sdpa``, ``eager``, ``varlen``, ``flash_attention_2``, ``flash_attention_3``, ``flash_attention_4`` or, from the
+    Hub, ``kernels-community/flash-attn3``. Unset: the fastest one that isolates packed documents and is not a beta."""
     trust_remote_code: bool = False
     """Run code shipped with the model; needs ``model_revision`` to be a commit."""
 

@@ -25,7 +25,7 @@ from recipes_lib.environment import read_versions
 from recipes_lib.files import read_record
 from recipes_lib.losses.next_token import compute_cross_entropy
 from recipes_lib.models.activation_checkpointing import enable_checkpointing
-from recipes_lib.models.attention.kernels import choose_kernel
+from recipes_lib.models.attention.kernels import FLASH_IS_INSTALLED, choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.proving.bench import RUNS, Bench, Event, Figures, WrongResultError, name_device
@@ -47,7 +47,8 @@ class Check:
         name: Unique name, by which a later run finds its result.
         what: Description for the report.
         run: Computes the figures; raises ``WrongResultError`` if they are wrong.
-        package: Optional package that it needs, whose kernels require a GPU; empty without one.
+        package: Module of an optional package that it needs, or a FlashAttention's ``attn_implementation``; its kernels
+            require a GPU. Empty without one.
         min_gpus: Required number of GPUs.
     """
 
@@ -61,7 +62,9 @@ class Check:
         """Return the missing requirement of the check, if any."""
         if bench.num_gpus < (least := max(self.min_gpus, int(bool(self.package)))):
             return f"needs {least} GPUs" if least > 1 else "there is no GPU"
-        return f"{self.package} is not installed" if self.package and not find_spec(self.package) else ""
+        name = self.package
+        is_installed = FLASH_IS_INSTALLED[name]() if name in FLASH_IS_INSTALLED else not name or find_spec(name)
+        return "" if is_installed else f"{name} is not installed"
 
 
 def measure_environment(bench: Bench) -> Figures:
@@ -343,9 +346,8 @@ def _list_unordered() -> Iterator[Check]:
     yield Check("environment", "versions, device, matrix products, copies", measure_environment)
     for recipe in RUNS["keys"]:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
-    kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-    for kernel, package in kernels.items():
-        compare = partial(compare_attention, kernel)
+    for kernel in ("varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"):
+        compare, package = partial(compare_attention, kernel), kernel if kernel in FLASH_IS_INSTALLED else ""
         yield Check(f"attention-{kernel}", f"{kernel} = sdpa on packed rows", compare, package)
     yield Check("loss-head", "chunked loss = dense loss; time of both", compare_loss_head)
     for name, change, package in (

@@ -11,7 +11,6 @@ import runpy
 import statistics
 import sys
 import time
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 
 class Clock(TrainerCallback):
@@ -92,7 +92,7 @@ def _build_trl(given: dict[str, Any], keys: dict[str, Any], ids: torch.Tensor) -
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    attention = "flash_attention_2" if find_spec("flash_attn") and not given["cpu"] else "sdpa"
+    attention = "flash_attention_2" if is_flash_attn_2_available() and not given["cpu"] else "sdpa"
     options: dict[str, Any] = {"dtype": "bfloat16", "attn_implementation": attention}
     if given["four_bit"]:
         options["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]

@@ -47,6 +47,7 @@ from recipes_lib.models.attention.kernels import (
     AttentionChoice,
     choose_attention,
     choose_kernel,
+    find_refusals,
     verify_isolation,
 )
 from recipes_lib.models.attention.varlen import register_varlen
@@ -356,14 +357,30 @@ def test_context_parallelism_on_gpus_requires_half_precision() -> None:
         choose_attention(ModelConfig(dtype="float32"), CONFIGS["gemma2"], given, packing=True, context=share)
 
 
-def test_hub_kernels_need_their_package_and_are_never_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kernel = "kernels-community/flash-attn3"
+@pytest.mark.parametrize("kernel", ["kernels-community/flash-attn3", "flash_attention_4"])
+def test_kernels_of_hub_and_betas_are_chosen_only_by_name(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setitem(FLASH_IS_INSTALLED, kernel, lambda: True)
     assert select("llama", kernel, CUDA, torch.bfloat16) == AttentionChoice(kernel, "flat")
     assert select("llama", None, CUDA, torch.bfloat16).implementation == "varlen"
     assert {name for name in LAYOUTS if name.startswith("kernels-")} <= FLASH_ATTN_KERNEL_VERSIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "reason"),
+    [
+        ((8, 0), LlamaConfig(), "needs a GPU of compute capability 9.0 or later"),
+        ((9, 0), LlamaConfig(attention_dropout=0.1), "has no attention dropout, which this model's configuration sets"),
+        ((9, 0), GptOssConfig(), None),
+        ((10, 0), LlamaConfig(), None),
+    ],
+)
+def test_flash_attention_4_needs_hopper_or_later(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], config: PreTrainedConfig, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setitem(FLASH_IS_INSTALLED, "flash_attention_4", lambda: True)
+    assert find_refusals(config, CUDA, torch.bfloat16)["flash_attention_4"] == reason
 
 
 @pytest.mark.parametrize(
@@ -372,6 +389,7 @@ def test_hub_kernels_need_their_package_and_are_never_default(
         ("llama", "sdpaa", CPU, torch.float32, "sdpaa is not a known kernel"),
         ("llama", "flash_attention_2", CPU, torch.bfloat16, "flash_attention_2 runs on CUDA devices only"),
         ("llama", "flash_attention_3", CUDA, torch.bfloat16, "flash_attention_3 is not installed"),
+        ("llama", "flash_attention_4", CUDA, torch.bfloat16, "flash_attention_4 is not installed"),
         ("llama", "kernels-community/flash-attn3", CPU, torch.bfloat16, "runs on CUDA devices only"),
         ("llama", "kernels-community/flash-attn2", CUDA, torch.bfloat16, "needs the package kernels"),
         ("llama", "varlen", CUDA, torch.float32, "varlen needs bf16 or fp16"),

@@ -82,7 +82,9 @@ def test_trained_copies_of_embeddings_stay_tied(mesh, is_read_once, is_tied):
     adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_modules_to_save=["embed_tokens", "lm_head"]), seed=0)
     ids = torch.arange(24).view(2, 12)
     expected, state = adapted(input_ids=ids).logits, {name: one.clone() for name, one in adapted.state_dict().items()}
-    sharded = shard(build_sharding(cpu_ram_efficient_loading=is_read_once), adapted)
+    accelerator = build_sharding(cpu_ram_efficient_loading=is_read_once)
+    set_precision(accelerator)
+    sharded = shard(accelerator, adapted)
     torch.testing.assert_close(sharded(input_ids=ids).logits, expected, atol=0.02, rtol=0)
     inputs, outputs = sharded.get_input_embeddings(), sharded.get_output_embeddings()
     for read in (lambda one: one.modules_to_save["default"].weight, lambda one: one.original_module.weight):

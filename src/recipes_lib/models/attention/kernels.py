@@ -15,6 +15,7 @@ from transformers.utils.import_utils import (
     KERNELS_MIN_VERSION,
     is_flash_attn_2_available,
     is_flash_attn_3_available,
+    is_flash_attn_4_available,
     is_kernels_available,
 )
 
@@ -46,8 +47,10 @@ LAYOUTS: Final[dict[str, Layout]] = {
     "eager": "rows",
     "flash_attention_2": "flat",
     "flash_attention_3": "flat",
+    "flash_attention_4": "flat",
     "kernels-community/flash-attn2": "flat",
     "kernels-community/flash-attn3": "flat",
+    "kernels-community/flash-attn4": "flat",
     "kernels-community/vllm-flash-attn3": "flat",
     "varlen": "flat",
 }
@@ -58,10 +61,12 @@ _HUB: Final = "kernels-community/"
 FLASH_IS_INSTALLED: Final = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
+    "flash_attention_4": is_flash_attn_4_available,
     **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
 FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
-"""Kernels for packed rows on CUDA, the fastest first. Binaries from the Hub run only if a recipe names them."""
+"""Kernels for packed rows on CUDA, the fastest first. Only if a recipe names them run binaries from the Hub, and
+FlashAttention 4, whose versions are betas."""
 _MAX_HEAD_DIM: Final = 256
 """Largest head dimension of FlashAttention."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
@@ -219,12 +224,13 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     is_cuda, is_flash, is_varlen = device.type == "cuda", name in FLASH_IS_INSTALLED, name == "varlen"
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
-    # FlashAttention 3 is for Hopper, and has no kernels for Blackwell; FlashAttention 2 is for Ampere and later.
-    is_for_hopper = name.endswith("3")
-    needed = "9.0" if is_for_hopper else "8.0 or later"
+    # FlashAttention 2 is for Ampere and later, FlashAttention 3 for Hopper only, FlashAttention 4 for Hopper and later.
+    is_for_hopper, is_newer = name.endswith("3"), name.endswith(("3", "4"))
+    least = (9, 0) if is_newer else (8, 0)
+    needed = f"{least[0]}.0" if is_for_hopper else f"{least[0]}.0 or later"
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
-    is_capable = capability[0] == 9 if is_for_hopper else capability >= (8, 0)
+    is_capable = capability[0] == 9 if is_for_hopper else capability >= least
     head_dim = _find_max_head_dim(config)
     package = f"needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
@@ -236,7 +242,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
         f"is not supported for {config.model_type} models by transformers": not _is_supported(name, config),
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
-        "has no attention dropout, which this model's configuration sets": (is_varlen or is_for_hopper)
+        "has no attention dropout, which this model's configuration sets": (is_varlen or is_newer)
         and has_attention_dropout(config),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
