@@ -199,7 +199,7 @@ class SyncCounter(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flash_attention_4"])
 def test_flash_attention_forward_has_no_synchronisation_and_no_mask(implementation, monkeypatch) -> None:
     """The kernel is a stand-in for a CPU; its arguments are those of transformers."""
     model, _ = make_pair()
