@@ -592,5 +592,6 @@ def plan_launch(
     launch = read_launch({**name_variables(document, num_processes), **(pipeline or {})})
     if file is not None and document["distributed_type"] == "NO" and launch.world_size > 1:
         found = f"{file} is for one process, not for {launch.world_size}"
-        raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
+        several = "for several, use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"
+        raise ConfigError(Problem("--hardware", found, f"for one, use `--num_processes 1`; {several}"))
     return launch
