@@ -335,32 +335,31 @@ def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
 
 
 WEIGHTS = {
+    "Hub": ("model", "model_name_or_path", "sft"),
     "model": ("model", "model_name_or_path", "sft"),
     "teacher": ("distillation", "teacher_model_name_or_path", "distill"),
     "adapter": ("adapter", "adapter_name_or_path", "dpo"),
 }
 
 
-@pytest.mark.parametrize("kind", ["Hub", *WEIGHTS])
-def test_resumed_run_must_have_the_same_weights(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_resumed_run_must_have_the_same_weights_at_any_path(tmp_path, monkeypatch, kind):
     base = tmp_path / "base"
     base.mkdir()
     (base / "interrupted_download.safetensors").touch()
-    config = make_config(tmp_path)
     if kind == "Hub":
         monkeypatch.setattr(run_module, "find_model_folder", lambda *_: base)
-    else:
-        section, key, recipe = WEIGHTS[kind]
-        part = dataclasses.replace(getattr(config, section), **{key: str(base)})
-        config = dataclasses.replace(config, recipe=recipe, **{section: part})
+    section, key, recipe = WEIGHTS[kind]
 
     def write(value: float) -> None:
         weights = torch.zeros(1000, 1000)
         weights[500:] = value  # A model of which only a part was trained.
         save_file({"weight": weights}, base / "model.safetensors")
 
-    def choose() -> dict:
-        run = start_run(config, ONE)
+    def choose(folder: Path = base) -> dict:
+        config = make_config(tmp_path)
+        part = dataclasses.replace(getattr(config, section), **{key: "owner/name" if kind == "Hub" else str(folder)})
+        run = start_run(dataclasses.replace(config, recipe=recipe, **{section: part}), ONE)
         run.choose_checkpoint()
         return run.facts
 
@@ -371,12 +370,17 @@ def test_resumed_run_must_have_the_same_weights(tmp_path, monkeypatch, kind):
     choose()
     write_checkpoint(tmp_path, 5)
     choose()
+    if kind != "Hub":
+        base = base.rename(tmp_path / "moved")
+        assert choose(base)["resumed_from"] == "checkpoint-5"
+        with pytest.raises(ConfigError, match="in the run of this directory and is now"):
+            choose(tmp_path / "missing")
     write(3.0)
     named = "`model_name_or_path`" if kind in ("Hub", "model") else "the reward model, reference, teacher or initial"
     with pytest.raises(ConfigError, match=f"the weights of {named}.* are not those that this run began"):
-        choose()
+        choose(base)
     write(2.0)
-    assert choose()["resumed_from"] == "checkpoint-5"
+    assert choose(base)["resumed_from"] == "checkpoint-5"
 
 
 def test_only_main_process_writes_record(tmp_path):

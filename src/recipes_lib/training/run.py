@@ -457,11 +457,16 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
         # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
-    data: Any = previous.get("data")
-    if _list_fingerprints(data) and previous.get("status") != "done":
-        # Of moved data, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
-        places = ["dataset_name", "dataset_mixture", *(["dataset_test_split"] if "inputs" in data else [])]
-        names -= {name for name in places if _is_place(before.get(name), plain_now.get(name))}
+    if previous.get("status") != "done":
+        # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
+        split = ("dataset_test_split",) if "inputs" in (previous.get("data") or ()) else ()
+        places = {
+            "data": ("dataset_name", "dataset_mixture", *split),
+            "weights": ("model_name_or_path",),
+            "other_weights": _OTHERS,
+        }
+        moved = (name for kind, keys in places.items() if _list_fingerprints(previous.get(kind)) for name in keys)
+        names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainerState
 
+from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
 from recipes_lib.errors import ConfigError, explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
@@ -404,8 +405,10 @@ def test_fractional_save_steps_are_aligned_with_eval_steps(tiny_model_dir, tmp_p
     assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, 1.0)
 
 
-def test_resume_restores_mixture_of_experts(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("layout", [ReplicatedLayout, ModelLayout])
+def test_resume_and_export_restore_mixture_of_experts(layout, tiny_model_dir, tmp_path, monkeypatch):
     # Upstream saves under the published names, by which its resuming finds no experts and only warns.
+    monkeypatch.setattr(checkpointing, "choose_layout", lambda _: layout())
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(vocab_size=512, num_attention_heads=2, num_key_value_heads=2, **sizes))
@@ -416,10 +419,13 @@ def test_resume_restores_mixture_of_experts(tiny_model_dir, tmp_path):
     resumed, later_steps, _ = train(tmp_path / "model", tmp_path / "resumed", resume_from=str(checkpoint))
     assert later_steps == steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(uninterrupted))
-    loaded = MixtralForCausalLM.from_pretrained(checkpoint).state_dict()
-    assert all(
-        torch.equal(loaded[name], tensor) for name, tensor in load_file(checkpoint / "model.safetensors").items()
-    )
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    saved = load_file(checkpoint / "model.safetensors")
+    for folder in (checkpoint, tmp_path / "exported"):
+        loaded = MixtralForCausalLM.from_pretrained(folder).state_dict()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    published = [load_file(tmp_path / name / "model.safetensors").keys() for name in ("model", "exported")]
+    assert published[0] == published[1] != saved.keys()
 
 
 class Payload:

@@ -575,7 +575,9 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init in ("pissa", "olora"):
         # Other targets are reported by ``check_layers``.
         layers = [layer for layer in find_targets(model, config).values() if isinstance(layer, nn.Linear | Conv1D)]
-        largest = min((min(layer.weight.shape) for layer in layers), default=config.lora_r)
+        # Under ZeRO-3 weights are empty placeholders, which PEFT gathers.
+        shapes = [getattr(layer.weight, "ds_shape", layer.weight.shape) for layer in layers]
+        largest = min(map(min, shapes), default=config.lora_r)
         if config.lora_r > largest:
             found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
             yield Problem("lora_r", found, f"write {largest} or less")

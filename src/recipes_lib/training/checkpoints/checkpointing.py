@@ -213,7 +213,9 @@ class CheckpointingTrainer(Trainer):
         self._tasks = []
         # transformers 5.23 takes a minute to write the log of a million steps, while training waits.
         without_log = temporarily(self.state, log_history=[])
-        with temporarily(self, _staging=staged.parent), without_log, self._deleting_nothing():
+        # DeepSpeed's weights too are saved under the model's own parameter names, which ``recipes export`` expects.
+        with_own_names = temporarily(self.model, _weight_conversions=[])
+        with temporarily(self, _staging=staged.parent), without_log, with_own_names, self._deleting_nothing():
             Trainer._save_checkpoint(self, model, None)
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
             # Upstream builds this path from the folder that it writes to, which is the staging folder here.

@@ -21,7 +21,7 @@ from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.model_files import INDEX, MODEL_SHARDS, WEIGHTS
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
-from recipes_lib.models.saved_weights import read_published_shapes, read_shapes, verify_weights
+from recipes_lib.models.saved_weights import read_shapes, verify_weights
 from recipes_lib.training.checkpoints.saver import (
     CheckpointSaver,
     Task,
@@ -131,9 +131,7 @@ class ModelLayout:
         if is_adapter(model):
             shapes, file = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}, ADAPTER_WEIGHTS
         else:
-            # Replicated weights are saved under the model's own parameter names (``_write_model``); upstream saves
-            # DeepSpeed's under the names of the published format.
-            shapes, file = read_published_shapes(model) if self.is_shared else read_shapes(model), WEIGHTS
+            shapes, file = read_shapes(model), WEIGHTS
 
         def verify(folder: Path) -> None:
             # DeepSpeed may write its own format only, without safetensors.
