@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import select
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     if code in (EXIT_DONE, EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
     elif error is not None:
-        processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
+        processes.record_failure(error, code)
     if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -189,9 +190,10 @@ def _report(error: BaseException) -> int:
 
 
 def _print_once(problem: object) -> None:
-    # All ranks find a wrong key, for example.
+    # All ranks find a wrong key, for example. What one rank finds may be of its machine alone.
     if processes.is_first_to_report(str(problem)):
-        sys.stderr.write(f"{problem}\n")
+        rank = f"    (rank {processes.read_rank()} on {socket.gethostname()})\n" if processes.read_rank() else ""
+        sys.stderr.write(f"{problem}\n{rank}")
 
 
 def refuse_access_tokens(arguments: Sequence[str]) -> None:

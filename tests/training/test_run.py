@@ -291,10 +291,11 @@ def test_evaluations_may_not_change_if_learning_rates_follow_them(tmp_path):
         (KeyboardInterrupt(), "interrupted"),
         (ZeroDivisionError(), "failed"),
         (PreemptedError("SIGTERM: stopped after step 3"), "preempted"),
-        (LostPeerError("process 1 ended"), "failed"),
+        (LostPeerError("process 1 ended"), "refused"),
     ],
 )
-def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
+def test_final_status_is_recorded_and_error_reraised(tmp_path, monkeypatch, error, status):
+    monkeypatch.setattr(run_module, "read_failure_code", lambda: 2)  # Of another rank.
     run = start_run(make_config(tmp_path), ONE)
     with pytest.raises(type(error)), run.recording_its_end():
         raise error
@@ -309,7 +310,6 @@ DATA = {
     "tokens": lambda digest: {"sources": [{"name": "web", "fingerprint": digest}], "num_rows": 3},
     "prompts": lambda digest: {"num_prompts": 3, "fingerprint": digest},
 }
-
 
 WITHOUT_FINGERPRINT = [None, "x", {}, {"sources": [{"key": "a"}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}]
 

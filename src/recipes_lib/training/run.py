@@ -51,7 +51,7 @@ from recipes_lib.files import (
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.processes import explain_lost_connection, has_other_machines
+from recipes_lib.processes import explain_lost_connection, has_other_machines, read_failure_code
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
@@ -188,6 +188,8 @@ class Run:
     def recording_its_end(self) -> Iterator[None]:
         """Context that records its final status: one of ``STATUSES``, ``interrupted``, ``failed`` or ``done``.
 
+        After the end of another rank of this machine, it is the status of that rank.
+
         Raises:
             LostPeerError: A connection was lost because another process has ended.
             ConfigError: The system refused an operation (a full disk, for example), or files of the run are missing.
@@ -201,7 +203,8 @@ class Run:
             STOP.close()
             cause = self._explain(error)
             default = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-            status = STATUSES.get(getattr(cause, "exit_code", EXIT_BUG), default)
+            is_lost = isinstance(cause, LostPeerError)
+            status = STATUSES.get(read_failure_code() if is_lost else getattr(cause, "exit_code", EXIT_BUG), default)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
 
