@@ -313,6 +313,12 @@ def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
     assert not (tmp_path / "0" / "pid").exists(), "a third process would take this one for the cause"
 
 
+def test_no_garbage_is_collected_at_exit() -> None:
+    """As by Python itself, which takes seconds for the objects of torch."""
+    code = "import recipes_lib.boundary\nclass Cycle:\n    def __del__(self): print('collected')\n"
+    assert run_python(f"{code}one = Cycle(); one.own = one; del one") == ""
+
+
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_help_and_print_config_exit_with_code_0(
     flag: str, recipe: list[str], capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -32,6 +34,9 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
+
+# Python collects garbage when it exits: seconds for the objects of torch and transformers, also after Ctrl-C.
+atexit.register(gc.freeze)
 
 _EXPECTED_WARNINGS: Final = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.

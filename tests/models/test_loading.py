@@ -67,13 +67,15 @@ def catch_problem(action: Callable[[], object]) -> tuple[str, str, str]:
     return problem.where, problem.found, problem.remedy
 
 
-def test_loaded_weights_equal_checkpoint(tiny_model_dir: Path) -> None:
-    model = load_causal_lm(config_for(tiny_model_dir), "eager")
-    saved = load_file(tiny_model_dir / "model.safetensors")
+def test_loaded_weights_equal_checkpoint(model_dir: Path) -> None:
+    edit_json(model_dir / "config.json", return_dict=False)
+    model = load_causal_lm(config_for(model_dir), "eager")
+    saved = load_file(model_dir / "model.safetensors")
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
     assert model.training
     assert model.config.use_cache is False
+    assert model.config.return_dict is True
     assert model.config._attn_implementation == "eager"
 
 

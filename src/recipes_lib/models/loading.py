@@ -299,6 +299,7 @@ def load_pretrained(
     keep_differentiable(model)
     # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
     model.config.use_cache = False
+    model.config.return_dict = True  # False in some old files: outputs would be tuples.
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         # The loss head reads this attribute instead: with the key, transformers fails to continue padded prompts.
@@ -535,7 +536,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
-    return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
+    return {one for one in tree_leaves(token_id) if one is not None}  # Untrusted files nest lists.
 
 
 def verify_remote_code(config: ModelConfig) -> None:
