@@ -38,6 +38,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.loading import (
     check_agreement,
     describe_spare_tokens,
+    explained,
     find_commit,
     load_causal_lm,
     load_model_config,
@@ -240,6 +241,17 @@ def test_byte_order_mark_in_tokenizer_file_is_located(model_dir: Path, name: str
     (model_dir / name).write_text("{")
     found = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))[1]
     assert found.startswith(f"{model_dir / name} is not JSON: ")
+
+
+def test_interrupted_download_is_named_offline() -> None:
+    def load() -> None:
+        with explained("model_name_or_path", "org/model"):
+            raise OSError("org/model does not appear to have a file named model.safetensors")  # As transformers.
+
+    assert catch_problem(load)[1:] == (
+        "org/model is cached without whole weights; the Hub is out of reach",
+        "`hf download org/model` while online",
+    )
 
 
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:

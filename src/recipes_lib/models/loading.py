@@ -298,8 +298,7 @@ def load_pretrained(
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)
     # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
-    model.config.use_cache = False
-    model.config.return_dict = True  # False in some old files: outputs would be tuples.
+    model.config.use_cache, model.config.return_dict = False, True
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         # The loss head reads this attribute instead: with the key, transformers fails to continue padded prompts.
@@ -510,6 +509,8 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     if refusal := explain_refusal_of_hub(error):
         return f"{name}: {refusal[0]}", refusal[1]
     causes = list(iterate_causes(error))
+    if constants.HF_HUB_OFFLINE and "safetensors" in str(error) and not Path(name).is_dir():
+        return f"{name} is cached without whole weights; the Hub is out of reach", f"`hf download {name}` while online"
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:
