@@ -248,8 +248,9 @@ def test_interrupted_download_is_named_offline() -> None:
         with explained("model_name_or_path", "org/model"):
             raise OSError("org/model does not appear to have a file named model.safetensors")  # As transformers.
 
-    assert catch_problem(load)[1:] == (
-        "org/model is cached without whole weights; the Hub is out of reach",
+    found, remedy = catch_problem(load)[1:]
+    assert (found, remedy) == (
+        "org/model is cached without its weights, and offline",
         "`hf download org/model` while online",
     )
 

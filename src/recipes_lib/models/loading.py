@@ -508,12 +508,12 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     # transformers wraps exceptions of huggingface_hub in OSError.
     if refusal := explain_refusal_of_hub(error):
         return f"{name}: {refusal[0]}", refusal[1]
-    causes = list(iterate_causes(error))
-    if constants.HF_HUB_OFFLINE and "safetensors" in str(error) and not Path(name).is_dir():
-        return f"{name} is cached without whole weights; the Hub is out of reach", f"`hf download {name}` while online"
+    causes, is_offline = list(iterate_causes(error)), constants.HF_HUB_OFFLINE and not Path(name).is_dir()
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:
+            if kind == "safetensors" and is_offline:
+                found, remedy = "is cached without its weights, and offline", "`hf download {name}` while online"
             return f"{name} {found}", remedy.format(name=name)
     # The tokenizers library does not name the file that it cannot read.
     for path in () if ".json" in str(error) else sorted(Path(name).glob("*.json")):
