@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -301,14 +302,21 @@ def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
     error_file = str(tmp_path / "1" / "error.json")
     code = "import sys; from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', sys.argv[1:])"
     failing = [sys.executable, "-c", code, *recipe, "--seed=many"]
-    done = subprocess.run(failing, env=os.environ | {"TORCHELASTIC_ERROR_FILE": error_file}, check=False)
-    assert done.returncode == 2
+    variables = os.environ | {"TORCHELASTIC_ERROR_FILE": error_file, "RANK": "1"}
+    done = subprocess.run(failing, env=variables, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"    (rank 1 on {socket.gethostname()})")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     assert (find_dead_process() or "").startswith("process 1 of this machine ended: ConfigError: --seed")
     parse_or_exit("sft", recipe)
     assert (tmp_path / "0" / "pid").is_file()
     run_command(raising(LOST))
     assert not (tmp_path / "0" / "pid").exists(), "a third process would take this one for the cause"
+
+
+def test_no_garbage_is_collected_at_exit() -> None:
+    """As by Python itself, which takes seconds for the objects of torch."""
+    code = "import recipes_lib.boundary\nclass Cycle:\n    def __del__(self): print('collected')\n"
+    assert run_python(f"{code}one = Cycle(); one.own = one; del one") == ""
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])

@@ -42,11 +42,9 @@ def test_killed_process_is_reported(folders):
 
 
 def test_failed_process_is_reported_with_reason(folders):
-    run_as(
-        folders,
-        "1",
-        "processes.register_process(); processes.record_failure(ValueError('no\\nmore'), is_unforeseen=True)",
-    )
+    assert processes.read_failure_code() == 1
+    run_as(folders, "1", "processes.register_process(); processes.record_failure(ValueError('no\\nmore'), 3)")
+    assert processes.read_failure_code() == 3
     assert processes.find_dead_process() == "process 1 of this machine ended: ValueError: no"
     # The format of torch's own handler, which the launcher's summary reads.
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
@@ -62,7 +60,7 @@ def test_full_disk_of_launcher_is_ignored(folders, monkeypatch):
     monkeypatch.setattr(Path, "write_text", fail)
     monkeypatch.setattr(Path, "unlink", fail)
     processes.register_process()
-    processes.record_failure(ConfigError(), is_unforeseen=False)
+    processes.record_failure(ConfigError(), 2)
     processes.unregister_process()
     assert not (folders / "0" / "error.json").exists()
 
@@ -119,7 +117,7 @@ def test_error_with_a_path_that_is_not_utf8_is_reported_once(tmp_path, monkeypat
 def test_without_launcher_no_process_is_dead(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     processes.register_process()
-    processes.record_failure(ValueError(), is_unforeseen=True)
+    processes.record_failure(ValueError(), 1)
     assert processes.find_dead_process() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "another process ended" in str(processes.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
 import select
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,6 +34,9 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
+
+# Python collects garbage when it exits: seconds for the objects of torch and transformers, also after Ctrl-C.
+atexit.register(gc.freeze)
 
 _EXPECTED_WARNINGS: Final = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
@@ -128,7 +134,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     if code in (EXIT_DONE, EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
     elif error is not None:
-        processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
+        processes.record_failure(error, code)
     if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -189,9 +195,10 @@ def _report(error: BaseException) -> int:
 
 
 def _print_once(problem: object) -> None:
-    # All ranks find a wrong key, for example.
+    # All ranks find a wrong key, for example. What one rank finds may be of its machine alone.
     if processes.is_first_to_report(str(problem)):
-        sys.stderr.write(f"{problem}\n")
+        rank = f"    (rank {processes.read_rank()} on {socket.gethostname()})\n" if processes.read_rank() else ""
+        sys.stderr.write(f"{problem}\n{rank}")
 
 
 def refuse_access_tokens(arguments: Sequence[str]) -> None:

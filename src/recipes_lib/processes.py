@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import EXIT_BUG, ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
@@ -114,19 +114,28 @@ def unregister_process() -> None:
             (folder / _PID_FILE).unlink(missing_ok=True)
 
 
-def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
-    """Write ``error.json`` for the launcher, so that its summary names the first cause.
+def record_failure(error: BaseException, code: int) -> None:
+    """Write ``error.json`` for the launcher, so that its summary names the first cause, and for the other ranks.
 
     Args:
         error: The error that ends this process.
-        is_unforeseen: Whether to include the traceback.
+        code: Its exit code; the traceback of a bug is included.
 
-    Source: the format of ``torch.distributed.elastic``'s ``ErrorHandler.record_exception``.
+    Source: the format of ``torch.distributed.elastic``'s ``ErrorHandler``: ``record_exception`` and ``errorCode`` of
+        ``override_error_code_in_rootcause_data``.
     """
     words = f"{type(error).__name__}: {error}"
-    callstack = "".join(traceback.format_exception(error)) if is_unforeseen else str(error)
+    callstack = "".join(traceback.format_exception(error)) if code == EXIT_BUG else str(error)
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    _write("error.json", json.dumps({"message": {"message": words, "extraInfo": extra}}))
+    _write("error.json", json.dumps({"message": {"message": words, "errorCode": code, "extraInfo": extra}}))
+
+
+def read_failure_code() -> int:
+    """Return the exit code of the first rank of this machine that recorded its failure; ``EXIT_BUG`` if none did."""
+    for folder, _ in _list_registered():
+        with suppress(DataError, KeyError):  # It is alive, or was killed.
+            return int(read_record(folder / "error.json", {"message": dict})["message"]["errorCode"])
+    return EXIT_BUG
 
 
 def is_first_to_report(words: str) -> bool:

@@ -226,11 +226,13 @@ def test_watch_follows_run_until_it_ends(recipes, recorded, tmp_path: Path, monk
     run = tmp_path / "run"
     write_status(run, "running")
     write_checkpoint(run, 2)
+    (run / "metrics.jsonl").touch()  # Written just now, which counts only if no lock was seen.
     with locked(run / "_lock") as trainer:
         num_commands = []
 
         def sleep(_: float) -> None:
             num_commands.append(len(recorded.commands))
+            assert len(num_commands) < 3, "it waits for a run that has ended"
             if len(num_commands) == 2:
                 write_checkpoint(run, 4)
                 trainer.kill()  # `run.json` still says running.

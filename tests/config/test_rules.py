@@ -194,6 +194,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("loss_type: cispo\nepsilon_high: 0.28", 5, "at 0.28"),
         ("entropy_target: 0.3", 5, "the loss has no entropy term"),
         ("num_generations: 1", 5, "num_generations"),
+        ("num_generations:", 5, "`num_generations` is null"),
         ("top_p: 0.9", 5, "another distribution"),
         ("vllm_importance_sampling_cap: 3", 5, "vllm_importance_sampling_clip_max"),
         ("vllm_importance_sampling_clip_max: 0.5", 5, "write a number at least 1"),

@@ -95,7 +95,7 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(
 def test_special_tokens_beyond_the_vocabulary_are_a_warning(run_check, tmp_path, tiny_model_dir) -> None:
     """As of a model whose vocabulary was trimmed."""
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    ids = {"eos_token_id": [0, 512, "0"], "pad_token_id": 511, "bos_token_id": -1}
+    ids = {"eos_token_id": [[0], 512, "0"], "pad_token_id": 511, "bos_token_id": -1}
     (model / "generation_config.json").write_text(json.dumps(ids))
     problems, output = run_check("sft", CHATS, model_name_or_path=model)
     assert problems == []

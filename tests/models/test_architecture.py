@@ -114,6 +114,7 @@ def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected
         (SMALL | {"model_type": "llama", "num_key_value_heads": 3}, "`num_key_value_heads` (3) contradict", "heads: 4"),
         (SMALL | {"model_type": "llama", "num_key_value_heads": 8}, "`num_key_value_heads` (8) contradict", "divisor"),
         (SMALL | {"model_type": "deepseek_v3", "num_key_value_heads": 2}, "`num_key_value_heads` (2)", "heads: 4"),
+        (SMALL | {"model_type": "llama", "attention_dropout": -0.1}, "`attention_dropout` is -0.1", "a probability"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
         ({"model_type": "qwen2", "use_mrope": False}, "a qwen2 model has no `use_mrope`", "delete it"),
         ({"model_type": "llama", "rope_theta": "5e5 "}, "`rope_theta` is '5e5 '", "a positive number"),

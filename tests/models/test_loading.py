@@ -38,6 +38,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.loading import (
     check_agreement,
     describe_spare_tokens,
+    explained,
     find_commit,
     load_causal_lm,
     load_model_config,
@@ -67,13 +68,15 @@ def catch_problem(action: Callable[[], object]) -> tuple[str, str, str]:
     return problem.where, problem.found, problem.remedy
 
 
-def test_loaded_weights_equal_checkpoint(tiny_model_dir: Path) -> None:
-    model = load_causal_lm(config_for(tiny_model_dir), "eager")
-    saved = load_file(tiny_model_dir / "model.safetensors")
+def test_loaded_weights_equal_checkpoint(model_dir: Path) -> None:
+    edit_json(model_dir / "config.json", return_dict=False)
+    model = load_causal_lm(config_for(model_dir), "eager")
+    saved = load_file(model_dir / "model.safetensors")
     state = model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
     assert model.training
     assert model.config.use_cache is False
+    assert model.config.return_dict is True
     assert model.config._attn_implementation == "eager"
 
 
@@ -222,6 +225,8 @@ def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_di
     (model_dir / "config.json").write_text(json.dumps(settings | {"hidden_size": "64"}))
     assert "'hidden_size'" in (found := catch_problem(lambda: load_model_config(config_for(model_dir)))[1])
     assert "expected int" in found
+    (model_dir / "config.json").write_text(json.dumps(settings | {"num_key_value_heads": 3}))
+    assert "contradict each other" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
     (model_dir / "config.json").unlink()  # As in the folder of an adapter.
     _, found, remedy = catch_problem(lambda: load_model_config(config_for(model_dir)))
     assert (found, "adapter_name_or_path" in remedy) == (f"{model_dir} has no config.json of a model", True)
@@ -236,6 +241,18 @@ def test_byte_order_mark_in_tokenizer_file_is_located(model_dir: Path, name: str
     (model_dir / name).write_text("{")
     found = catch_problem(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))[1]
     assert found.startswith(f"{model_dir / name} is not JSON: ")
+
+
+def test_interrupted_download_is_named_offline() -> None:
+    def load() -> None:
+        with explained("model_name_or_path", "org/model"):
+            raise OSError("org/model does not appear to have a file named model.safetensors")  # As transformers.
+
+    found, remedy = catch_problem(load)[1:]
+    assert (found, remedy) == (
+        "org/model is cached without its weights, and offline",
+        "`hf download org/model` while online",
+    )
 
 
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:

@@ -200,6 +200,8 @@ def test_rounding_of_tf32_is_no_difference(make_run, monkeypatch):
         export.verify_adapter_export(*exported)
     monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
     export.verify_adapter_export(*exported)
+    with pytest.raises(DivergedError, match="after the last update, the model's logits are not finite"):
+        export.verify_adapter_export(*exported[:2], logits * torch.inf)
 
 
 def test_card_names_base_model(make_run, tiny_model_dir):

@@ -291,10 +291,11 @@ def test_evaluations_may_not_change_if_learning_rates_follow_them(tmp_path):
         (KeyboardInterrupt(), "interrupted"),
         (ZeroDivisionError(), "failed"),
         (PreemptedError("SIGTERM: stopped after step 3"), "preempted"),
-        (LostPeerError("process 1 ended"), "failed"),
+        (LostPeerError("process 1 ended"), "refused"),
     ],
 )
-def test_final_status_is_recorded_and_error_reraised(tmp_path, error, status):
+def test_final_status_is_recorded_and_error_reraised(tmp_path, monkeypatch, error, status):
+    monkeypatch.setattr(run_module, "read_failure_code", lambda: 2)  # Of another rank.
     run = start_run(make_config(tmp_path), ONE)
     with pytest.raises(type(error)), run.recording_its_end():
         raise error
@@ -310,20 +311,23 @@ DATA = {
     "prompts": lambda digest: {"num_prompts": 3, "fingerprint": digest},
 }
 
-
 WITHOUT_FINGERPRINT = [None, "x", {}, {"sources": [{"key": "a"}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}]
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_resumed_run_must_have_the_same_rows(tmp_path, kind):
-    data, config = DATA[kind], make_config(tmp_path)
+    data, config = DATA[kind], make_config(tmp_path, save_steps=5)
     start_run(config, ONE).record(data=data("a"))
     # Before the first checkpoint, data may change.
     start_run(config, ONE).record(data=data("c"))
     write_checkpoint(tmp_path, 5)
     start_run(config, ONE).record(data={**data("c"), "num_rows": 4})
-    with pytest.raises(ConfigError, match=r"run.json: the rows of the dataset are not those that this run began with"):
-        start_run(config, ONE).record(data=data("d"))
+    before = json.loads((tmp_path / "run.json").read_text())
+    run, found = start_run(make_config(tmp_path, save_steps=7), ONE), "run.json: the rows of the dataset are not those"
+    with pytest.raises(ConfigError, match=found), run.recording_its_end():
+        run.record(data=data("d"))
+    refused = json.loads((tmp_path / "run.json").read_text())
+    assert refused == before | {name: refused[name] for name in ("status", "finished", "error")}
     assert start_run(config, ONE).facts["data"] == {**data("c"), "num_rows": 4}
 
 

@@ -21,7 +21,7 @@ from recipes_lib.quantities import pluralize
 _SECONDS: Final = 10
 """Polling interval of ``eval watch``."""
 _QUIET_SECONDS: Final = 1800
-"""Age of the last metrics of a run that ``eval watch`` takes for killed, if no process on this machine runs it."""
+"""Age of the last metrics of a run that ``eval watch`` takes for killed, if its lock has never been seen from here."""
 _ASKED: Final = "watch.json"
 """Configuration of the results beside it, by which ``eval watch`` recognises its own."""
 _WITHOUT_EFFECT: Final = (
@@ -99,9 +99,14 @@ def watch(argv: Sequence[str]) -> int:
         raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
     config = exit_after_help(EvalConfig.parse([f"--model_name_or_path={options.run}", *given]))
     asked = {key: value for key, value in config.list_values().items() if key not in _WITHOUT_EFFECT}
+    sees_lock = False
     while True:
         # Asked before the checkpoints are listed: a run that ends in between has written its last one.
-        is_running = _is_running(options.run / RUN_FILE)
+        is_held = is_locked(options.run / LOCK_FILE, of_process=True)
+        # Locks of this run are visible here if one was seen: without it, the run has ended, be it by SIGKILL.
+        sees_lock = sees_lock or is_held is True
+        is_alive = is_held is not False or (not sees_lock and _writes_metrics(options.run))
+        is_running = is_alive and read_record(options.run / RUN_FILE).get("status") == "running"
         for _, checkpoint in reversed(list_checkpoints(options.run)):
             folder = (options.output_dir or options.run / "eval") / checkpoint.name
             if (folder / "eval.json").is_file():
@@ -136,14 +141,12 @@ def _refuse_others(folder: Path, asked: Mapping[str, Any]) -> None:
         raise ConfigError(Problem(str(folder), found, "name another folder for these: --output_dir DIR"))
 
 
-def _is_running(record: Path) -> bool:
-    """Return whether ``run.json`` says that a run is running, and it holds its lock or still writes metrics."""
-    if read_record(record).get("status") != "running":
-        return False
-    if is_locked(record.with_name(LOCK_FILE), of_process=True) is not False:
-        return True
-    # Killed, or on another machine and a file system with locks local to a machine, as on Lustre or NFS can be.
-    metrics = record.with_name("metrics.jsonl")
+def _writes_metrics(run: Path) -> bool:
+    """Return whether a run without a lock still writes metrics.
+
+    It was killed, or is on another machine and a file system with locks local to a machine, as Lustre or NFS can be.
+    """
+    metrics = run / "metrics.jsonl"
     return metrics.exists() and time.time() - metrics.stat().st_mtime < _QUIET_SECONDS
 
 

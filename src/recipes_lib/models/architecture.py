@@ -34,7 +34,7 @@ from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_c
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.models.structure import freeze_outside_text, list_layer_configs, verify_causal
+from recipes_lib.models.structure import freeze_outside_text, verify_attention, verify_causal
 
 _MOVED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys in published ``config.json`` files that transformers moves into ``rope_parameters``."""
@@ -80,7 +80,7 @@ def build_model_config(
 
     Raises:
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
-            unknown key. Or the numbers of heads contradict each other, or the tokenizer lacks an id of a special token.
+            unknown key. Or the tokenizer lacks an id of a special token; or as ``verify_attention``.
     """
     # A copy, because transformers adds to nested mappings; published files have null for what they lack.
     given = {key: copy.deepcopy(value) for key, value in architecture.items() if key not in _MOVED or value is not None}
@@ -114,7 +114,7 @@ def build_model_config(
     beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
     if beyond:
         raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
-    _verify_heads(model_config.get_text_config())
+    verify_attention("model_config", model_config)
     _verify_rope({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
     return model_config
 
@@ -193,19 +193,6 @@ def _verify_rope(moved: Mapping[str, Any], model_config: PreTrainedConfig) -> No
             problems.append(Problem("model_config", dropped, "write it in `rope_parameters`"))
     if problems:
         raise ConfigError(*problems)
-
-
-def _verify_heads(text_config: PreTrainedConfig) -> None:
-    """Raise a ``ConfigError`` if query heads cannot share the key heads, for which torch would raise in training."""
-    for layer in list_layer_configs(text_config):
-        num_heads = getattr(layer, "num_attention_heads", None) or 1
-        num_keys = getattr(layer, "num_key_value_heads", None) or num_heads
-        # Multi-head latent attention computes a key for every head, and repeats them by the quotient.
-        is_latent = getattr(layer, "kv_lora_rank", None)
-        if num_heads // num_keys > 1 if is_latent else num_heads % num_keys:
-            found = f"`num_attention_heads` ({num_heads}) and `num_key_value_heads` ({num_keys}) contradict each other"
-            remedy = f"write num_key_value_heads: {num_heads}" + ("" if is_latent else ", or a divisor of it")
-            raise ConfigError(Problem("model_config", found, remedy))
 
 
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:

@@ -50,7 +50,7 @@ from recipes_lib.models.quantization import (
     find_unquantized,
     keep_differentiable,
 )
-from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_causal
+from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_attention, verify_causal
 from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     """Load the configuration and the generation configuration of a model, without weights.
 
     Raises:
-        ConfigError: One of them cannot be loaded.
+        ConfigError: One of them cannot be loaded; or as ``verify_attention``.
     """
     verify_remote_code(config)
     name, options = str(config.model_name_or_path), _load_options(config)
@@ -178,6 +178,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
             if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
+    verify_attention("model_name_or_path", model_config)
     return model_config, generation_config
 
 
@@ -297,7 +298,7 @@ def load_pretrained(
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)
     # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
-    model.config.use_cache = False
+    model.config.use_cache, model.config.return_dict = False, True
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         # The loss head reads this attribute instead: with the key, transformers fails to continue padded prompts.
@@ -507,10 +508,12 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     # transformers wraps exceptions of huggingface_hub in OSError.
     if refusal := explain_refusal_of_hub(error):
         return f"{name}: {refusal[0]}", refusal[1]
-    causes = list(iterate_causes(error))
+    causes, is_offline = list(iterate_causes(error)), constants.HF_HUB_OFFLINE and not Path(name).is_dir()
     for kind, found, remedy in _REASONS:
         applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
         if applies:
+            if kind == "safetensors" and is_offline:
+                found, remedy = "is cached without its weights, and offline", "`hf download {name}` while online"
             return f"{name} {found}", remedy.format(name=name)
     # The tokenizers library does not name the file that it cannot read.
     for path in () if ".json" in str(error) else sorted(Path(name).glob("*.json")):
@@ -534,7 +537,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _ids(token_id: int | list[int] | None) -> set[int]:
-    return set() if token_id is None else set(token_id) if isinstance(token_id, list) else {token_id}
+    return {one for one in tree_leaves(token_id) if one is not None}  # Untrusted files nest lists.
 
 
 def verify_remote_code(config: ModelConfig) -> None:

@@ -27,6 +27,10 @@ _UNTRAINED: Final = ("e_score_correction_bias", "expert_bias", "z_L_init")
 which no gradient reaches; transformers 5.23 makes them trainable on loading."""
 
 
+_ATTENTION_DROPOUT: Final = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of the probability with which attention is dropped in training."""
+
+
 class LayerFeatures(NamedTuple):
     """Outputs of the layers in the last forward pass, by layer number, from 1.
 
@@ -80,8 +84,32 @@ def find_softcap(text_config: PreTrainedConfig) -> float | None:
 
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return any(getattr(text_config, name, 0.0) for name in names)
+    return any(getattr(text_config, name, 0.0) for name in _ATTENTION_DROPOUT)
+
+
+def verify_attention(key: str, model_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` for values of attention that transformers loads, and for which torch raises in training.
+
+    These are query heads that cannot share the key heads, and dropout that is no probability.
+
+    Args:
+        key: Configuration key that named the model.
+        model_config: Configuration of the model.
+    """
+    text_config = model_config.get_text_config()
+    for layer in list_layer_configs(text_config):
+        num_heads = getattr(layer, "num_attention_heads", None) or 1
+        num_keys = getattr(layer, "num_key_value_heads", None) or num_heads
+        # Multi-head latent attention computes a key for every head, and repeats them by the quotient.
+        is_latent = getattr(layer, "kv_lora_rank", None)
+        if num_heads // num_keys > 1 if is_latent else num_heads % num_keys:
+            found = f"`num_attention_heads` ({num_heads}) and `num_key_value_heads` ({num_keys}) contradict each other"
+            remedy = f"write num_key_value_heads: {num_heads}" + ("" if is_latent else ", or a divisor of it")
+            raise ConfigError(Problem(key, found, remedy))
+    for name in _ATTENTION_DROPOUT:
+        dropout = getattr(text_config, name, 0.0)
+        if not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+            raise ConfigError(Problem(key, f"`{name}` is {dropout!r}", "write a probability, such as 0.0"))
 
 
 def reads_mask(text_config: PreTrainedConfig) -> bool:

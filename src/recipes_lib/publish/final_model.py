@@ -156,8 +156,11 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
         BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
             differ by more than rounding.
         ConfigError: The base cannot be loaded again, as after it was moved.
-        DivergedError: The adapter was saved correctly, but training left some of its B matrices at zero.
+        DivergedError: The adapter was saved correctly, but the trained model's logits are not finite, or training left
+            some of its B matrices at zero.
     """
+    if not logits.isfinite().all():
+        raise DivergedError("after the last update, the model's logits are not finite: lower learning_rate")
     # PiSSA and similar adapters are restated for the original base, with a larger rank than was trained.
     is_restated = hasattr(model, "initial_factors")
     trained = read_adapter_state(model)

@@ -51,7 +51,7 @@ from recipes_lib.files import (
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.processes import explain_lost_connection, has_other_machines
+from recipes_lib.processes import explain_lost_connection, has_other_machines, read_failure_code
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
@@ -128,6 +128,7 @@ class Run:
         resume_from: Complete checkpoint to resume from unless it is damaged; ``None``: begin at step 0.
         finished: Whether the run is already done and its model complete.
         facts: Contents of ``run.json``; kept in memory, so that a damaged or deleted file is written again in full.
+        before: Contents before this start, until it resumes; empty for a new run.
     """
 
     config: RecipeConfig
@@ -136,6 +137,7 @@ class Run:
     resume_from: Path | None
     finished: bool
     facts: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
 
     def choose_checkpoint(self) -> Path | None:
         """Verify and return the checkpoint to resume from; ``None``: begin at step 0. All ranks must call.
@@ -163,6 +165,7 @@ class Run:
             hashes = sample_weights(own), sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
         weights, other_weights = broadcast_object(hashes)
         self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
+        self.before.clear()
         return checkpoint
 
     def record(self, **facts: Any) -> None:
@@ -185,6 +188,8 @@ class Run:
     def recording_its_end(self) -> Iterator[None]:
         """Context that records its final status: one of ``STATUSES``, ``interrupted``, ``failed`` or ``done``.
 
+        After the end of another rank of this machine, it is the status of that rank.
+
         Raises:
             LostPeerError: A connection was lost because another process has ended.
             ConfigError: The system refused an operation (a full disk, for example), or files of the run are missing.
@@ -198,7 +203,8 @@ class Run:
             STOP.close()
             cause = self._explain(error)
             default = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-            status = STATUSES.get(getattr(cause, "exit_code", EXIT_BUG), default)
+            is_lost = isinstance(cause, LostPeerError)
+            status = STATUSES.get(read_failure_code() if is_lost else getattr(cause, "exit_code", EXIT_BUG), default)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
 
@@ -251,8 +257,11 @@ class Run:
     def _record_end(self, status: str, reason: str) -> None:
         """Record why the run ended, in reserved space if the disk is full; failures here are not raised."""
         facts = {"status": status, "finished": _now(), "error": reason}
+        if self.before:  # As with other rows or weights: the record must describe the checkpoints, not this start.
+            self.facts.clear()
+            facts = {**self.before, **({} if self.before.get("status") == "done" else facts)}
         try:
-            self.record(**facts, **self._summarise())
+            self.record(**facts, **({} if self.before else self._summarise()))
         except OSError:
             # Without the summary, in the space that truncating the lock file releases, and in its inode.
             with suppress(OSError):
@@ -316,7 +325,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
     if checkpointing:
         say(f"activation checkpointing: {checkpointing}")
-    run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
+    before = dict(previous) if resume_from else {}
+    run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous, before=before)
     if not run.finished:
         hardware = describe_hardware(config)
         run.record(

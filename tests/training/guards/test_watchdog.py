@@ -229,7 +229,7 @@ def test_stalled_process_exits_without_terminal(watchdog, clock, monkeypatch):
     monkeypatch.setattr(sys, "stderr", ClosedPipe())
     monkeypatch.setattr(os, "_exit", exit_process)
     monkeypatch.setattr(watchdog_module.threading, "Timer", lambda *args: threading.Thread(target=lambda: None))
-    monkeypatch.setattr(watchdog_module, "record_failure", lambda error, *, is_unforeseen: None)
+    monkeypatch.setattr(watchdog_module, "record_failure", lambda error, code: None)
     with pytest.raises(EndedError, match=str(EXIT_STALLED)):
         watchdog._act()
     assert reasons == ["rank 0: no progress in a step for 1800 seconds"]

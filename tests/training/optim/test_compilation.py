@@ -86,9 +86,17 @@ def test_optimizer_on_the_host_needs_extensions(monkeypatch: pytest.MonkeyPatch)
         verify_compiler(None, launch)
 
 
-def test_fp8_without_compilation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="slower than bf16"):
-        choose_compilation(read("sft", torch_compile="false"), FP8, is_cuda=True)
+@pytest.mark.parametrize(
+    ("keys", "launch", "found"),
+    [
+        ({"torch_compile": "false"}, FP8, "slower than bf16"),
+        ({"torch_compile_mode": "max_autotune"}, ONE, "torch_compile_mode: Unrecognized mode=max_autotune"),
+        ({"torch_compile_backend": "inductr"}, ONE, "torch_compile_backend: Invalid backend: 'inductr'"),
+    ],
+)
+def test_invalid_compilation_is_refused(keys, launch, found) -> None:
+    with pytest.raises(ConfigError, match=found):
+        choose_compilation(read("sft", **keys), launch, is_cuda=False)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ class Watchdog:
             sys.stderr.write(f"{message}: ended; its stacks are shown above; run the same command to resume\n")
             sys.stderr.flush()
         with suppress(OSError):
-            record_failure(TimeoutError(message), is_unforeseen=False)
+            record_failure(TimeoutError(message), EXIT_STALLED)
             self.on_stall(message)
         # Not ``sys.exit``: it ends this thread only, while the main thread hangs in native code.
         os._exit(EXIT_STALLED)

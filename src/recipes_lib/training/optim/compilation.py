@@ -37,7 +37,7 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         is_cuda: Whether the run is on a GPU.
 
     Raises:
-        ConfigError: fp8 with ``torch_compile: false``.
+        ConfigError: fp8 with ``torch_compile: false``; or torch has no such backend or mode.
     """
     training, is_fp8 = config.training, launch.precision == "fp8"
     options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
@@ -49,7 +49,16 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
     if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    return {name: value for name, value in options.items() if value is not None} if is_compiled else None
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if not is_compiled:
+        return None
+    for name, value in given.items():
+        try:
+            torch.compile(_count_graphs, **{name: value})  # Compiles nothing before the first call.
+        except RuntimeError as error:
+            found, remedy = str(error).splitlines()[0], f"delete the line: torch's default {name} suits most models"
+            raise ConfigError(Problem(f"torch_compile_{name}", found, remedy)) from error
+    return given
 
 
 def verify_compiler(compilation: Mapping[str, Any] | None, launch: Launch) -> None:
