@@ -36,7 +36,7 @@ from recipes_lib.config.corpus_keys import (
     DuplicateKeys,
     label_entry,
 )
-from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
+from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
 from recipes_lib.corpus.duplicates import (
@@ -58,6 +58,7 @@ from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
+from recipes_lib.environment import find_versions
 from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
@@ -264,7 +265,7 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
         for entry in config.benchmarks or ():
             items = open_benchmark(entry).fingerprint()
             files.append(compute_key({"entry": [label_entry(entry), entry.get("columns")], "items": items}))
-    versions = read_versions(_STEP_PACKAGES.get(name, ()))
+    versions = find_versions(_STEP_PACKAGES.get(name, ()))
     return [name, settings, files, versions, _hash_code(type(step))]
 
 
