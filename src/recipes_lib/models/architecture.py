@@ -28,7 +28,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
-from recipes_lib.errors import ConfigError, Problem, suggest
+from recipes_lib.errors import ConfigError, Problem, read_last_line, suggest
 from recipes_lib.models.loading import SPECIAL_TOKENS, describe_ids_beyond, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
@@ -110,7 +110,7 @@ def build_model_config(
     try:
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
+        raise ConfigError(Problem("model_config", read_last_line(error), f"see {config_class.__name__}")) from error
     beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
     if beyond:
         raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
@@ -159,7 +159,7 @@ def start_causal_lm(
         with zero3_init_disabled():
             model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        found = f"a {model_config.model_type} model cannot be built: {_last_line(error)}"
+        found = f"a {model_config.model_type} model cannot be built: {read_last_line(error)}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
     freeze_outside_text(model)
     if distribution is not None:
@@ -211,7 +211,3 @@ def _verify_heads(text_config: PreTrainedConfig) -> None:
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
     remedy = suggest(key, known, "delete it: transformers does not read it")
     return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

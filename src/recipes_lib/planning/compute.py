@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.config.table import read_lists
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, read_last_line
 from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
@@ -175,8 +175,7 @@ def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Ite
     except ConfigError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        found = f"a {config.model_type} model {problem}: {reason:.300}"
+        found = f"a {config.model_type} model {problem}: {read_last_line(error):.300}"
         raise ConfigError(Problem("model_config", found, remedy)) from error
 
 
