@@ -156,6 +156,8 @@ def test_runs_with_different_tokenizers_are_refused(runs, scale, tmp_path) -> No
     scale(*fit)
     (runs[5] / "tokenizer.json").write_text(json.dumps({"model": model | {"vocab": {"a": 1, "b": 0}}}))
     assert f"{runs[5]}: has another tokenizer than {runs[0]}" in scale(*fit, code=2)
+    (runs[5] / "tokenizer.json").write_text("{")
+    assert f"{runs[5] / 'tokenizer.json'}: is not JSON" in scale(*fit, code=2)
     for run in runs:
         (run / "tokenizer.json").unlink()
     config = json.loads((runs[7] / "config.json").read_text())
