@@ -75,10 +75,10 @@ def test_near_duplicate_instructions_are_removed(tmp_path: Path) -> None:
 
     candidates, removed, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "Name a river."), write(2, "Name a river!"), write(3, "Name a sea."),
-        method="instructions",
+        write(4, "I'm sorry, but I can't help with that."), method="instructions",
     )  # fmt: skip
     assert [one.values["instruction"] for one in candidates] == ["Name a river.", "Name a sea."]
-    assert removed == {"near duplicate": 2}
+    assert removed == {"near duplicate": 2, "refusal": 1}
     kept, _, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "2 + 2?"), method="instructions", near_duplicates_threshold=None
     )
