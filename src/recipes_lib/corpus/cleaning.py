@@ -185,7 +185,7 @@ def build_jobs(
 
     Raises:
         ConfigError: Thresholds are invalid, or the model of a step cannot be loaded.
-        DataError: A file that a step reads is missing.
+        DataError: A benchmark cannot be found.
     """
     values = config.list_values()
     jobs = [_build_cleaning(config, source, work, load_scorer) for source in sources]
@@ -257,10 +257,7 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
         "toxicity": [*(config.toxic_words or ()), config.toxicity_classifier_path],
         "perplexity": [config.perplexity_model_path],
     }
-    try:
-        files = [hash_file(file) for path in paths.get(name, ()) if path is not None for file in _list_files(path)]
-    except OSError as error:
-        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+    files = [hash_file(file) for path in paths.get(name, ()) if path is not None for file in _list_files(path)]
     if name == "decontamination":
         for entry in config.benchmarks or ():
             items = open_benchmark(entry).fingerprint()
