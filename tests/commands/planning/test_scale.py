@@ -212,6 +212,11 @@ def test_run_with_many_steps_of_one_process_is_predicted(scale) -> None:
     assert "134,515,008 parameters, 2,097,152,000,000 tokens" in scale("predict", "--config", config)
 
 
+def test_run_in_epochs_is_not_predicted(scale, recipe) -> None:
+    recipe.write_text(yaml.safe_dump(RECIPE | {"max_steps": -1, "warmup_steps": 0}))
+    assert "the length of the run is in epochs" in scale("predict", "--config", recipe, code=2)
+
+
 RECIPE = {
     "model_config": {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "tie_word_embeddings": True},
     "tokenizer_name_or_path": "owner/missing",
