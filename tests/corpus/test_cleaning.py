@@ -163,16 +163,15 @@ def kill_after(folder, num_events):
     return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
-def write_config(folder):
+@pytest.mark.parametrize(
+    ("num_kills", "seed"), [(2, 0), *(pytest.param(8, seed, marks=pytest.mark.slow) for seed in range(1, 9))]
+)
+def test_rerun_after_kills_is_byte_identical(planted, num_kills, seed):
+    folder, _, reference = planted
     (folder / "c.yaml").write_text(
         f"sources: [{{name: {folder / 'web.jsonl'}}}]\noutput_dir: out\nfix_text: off\nworkers: 1\n"
         f"benchmarks: [{{name: {folder / 'bench.jsonl'}, label: bench}}]\n"
     )
-
-
-def check_kills_and_resume(planted, num_kills, seed):
-    folder, _, reference = planted
-    write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
     random_ = random.Random(seed)
     num_events = 10**9 - int(kill_after(folder, 10**9).stdout.rsplit("left", 1)[1])
@@ -184,16 +183,6 @@ def check_kills_and_resume(planted, num_kills, seed):
     found = json.loads((folder / "killed" / "corpus.json").read_text())
     assert_same_corpus(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
-
-
-def test_rerun_after_kill_is_byte_identical(planted):
-    check_kills_and_resume(planted, num_kills=2, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_rerun_after_repeated_kills_is_byte_identical(planted, seed):
-    check_kills_and_resume(planted, num_kills=8, seed=seed + 1)
 
 
 def test_added_source_reuses_cleaned_shards(planted, tmp_path):
