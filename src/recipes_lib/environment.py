@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,11 @@ _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "t
 def read_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect numerical results."""
     return {"python": platform.python_version(), **{name: find_version(name) or "not installed" for name in _PACKAGES}}
+
+
+def find_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return package -> version, without packages that are not installed."""
+    return {name: version for name in packages if (version := find_version(name))}
 
 
 @functools.cache
@@ -75,7 +80,7 @@ def go_offline_unless_reachable(name: str) -> None:
 
     if constants.HF_HUB_OFFLINE:
         return
-    # The base error of the HTTP library: requests below huggingface_hub 1.0, httpx from 1.0.
+    # The base error of the HTTP library, httpx or another with that interface.
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)

@@ -322,6 +322,11 @@ class LostPeerError(_LeaveError):
     exit_code = EXIT_BUG
 
 
+def read_last_line(error: Exception) -> str:
+    """Return the last line of a message, which of errors of PyTorch and transformers has the reason."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
 def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its chain of causes, the original cause last."""
     while error is not None:

@@ -57,8 +57,10 @@ def test_eval_accepts_existing_fasttext_model(recipes, tmp_path) -> None:
         (["eval", "no/such/model", "good={rows}", "bad={rows}"], "no fastText model"),
         (["eval", FASTTEXT, "en={rows}", "english={rows}"], "english=: the model has no label 'english'"),
         (["train", "{rows}/out", "good={rows}", "bad={rows}"], "texts are held out"),
+        (["train", "out", "good={blank}", "bad={rows}"], "has no text for the label good"),
     ],
 )
 def test_invalid_arguments_and_data_are_rejected(recipes, tmp_path, words, message) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", ["one", "two"])
-    assert message in recipes("classifier", *(str(word).format(rows=rows) for word in words), code=2)
+    blank = write_rows(tmp_path / "blank.jsonl", [" "])
+    assert message in recipes("classifier", *(str(word).format(rows=rows, blank=blank) for word in words), code=2)

@@ -43,6 +43,9 @@ def test_check_and_plan_support_corpus_recipe(config, recipes):
     assert "disk: at most" in output
     assert "gone.jsonl" in recipes("check", *flags, "--sources", "[{name: gone.jsonl}]", code=2)
     recipes("check", *flags, "--benchmarks", "[{name: gone.jsonl}]", code=2)
+    (config.parent / "b.jsonl").write_text("broken\n")
+    broken = ["--sources", f"[{{name: {config.parent}/b.jsonl}}]", "--broken_rows", "drop"]
+    assert "the first task has no document: " in recipes("check", *flags, *broken, code=2)
 
 
 def test_source_repeated_too_often_is_a_warning():

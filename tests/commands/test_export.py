@@ -132,13 +132,22 @@ def test_generation_config_is_exported(tiny_tokenizer_dir, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
 
 
-@pytest.mark.parametrize("fault", ["cut", "incomplete", "full", "other", "pissa"])
+CHANGED = {
+    "other": ({"num_hidden_layers": 1}, r"layers\.1"),
+    "larger": ({"vocab_size": 4096}, "its weights and its config.json differ: "),
+    "unknown": ({"architectures": ["Unknown"]}, "transformers has no Unknown"),
+    "pissa": ({"peft_type": "LORA", "init_lora_weights": "pissa"}, "does not hold that base"),
+}
+"""Settings of a checkpoint that do not fit its weights, and the error."""
+
+
+@pytest.mark.parametrize("fault", ["cut", "incomplete", "full", "bare", *CHANGED])
 def test_failed_export_leaves_no_files(fault, tiny_tokenizer_dir, tmp_path):
     checkpoint, out = (
         write_model_checkpoint(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir),
         tmp_path / "out",
     )
-    words = {"full": "is not empty", "other": "layers.1", "pissa": "does not hold that base"}.get(fault, "checkpoint-2")
+    words = {"full": "is not empty", "bare": "has no config.json"}.get(fault, "checkpoint-2")
     if fault == "cut":
         (file,) = (checkpoint / "model_shards").iterdir()
         file.write_bytes(file.read_bytes()[:-4])
@@ -148,9 +157,12 @@ def test_failed_export_leaves_no_files(fault, tiny_tokenizer_dir, tmp_path):
         out.mkdir()
         (out / "mine").touch()
     else:
-        settings = checkpoint / ("config.json" if fault == "other" else "adapter_config.json")
-        before = json.loads(settings.read_text()) if settings.exists() else {"peft_type": "LORA"}
-        settings.write_text(json.dumps(before | {"num_hidden_layers": 1, "init_lora_weights": "pissa"}))
+        settings = checkpoint / ("adapter_config.json" if fault == "pissa" else "config.json")
+        before = json.loads(settings.read_text()) if settings.exists() else {}
+        settings.unlink(missing_ok=True)
+        if fault in CHANGED:
+            changes, words = CHANGED[fault]
+            settings.write_text(json.dumps(before | changes))
         write_complete(checkpoint, step=2)
     with pytest.raises(ConfigError, match=words):
         export_checkpoint(checkpoint, out)

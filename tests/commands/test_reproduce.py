@@ -82,11 +82,13 @@ def test_restored_config_equals_original(run, tmp_path):
     )
 
 
-def test_only_unverifiable_facts_are_reported_as_different(run):
+def test_only_unverifiable_facts_are_reported_as_different(run, monkeypatch):
     assert [line for line in run().splitlines() if line.startswith("differs: ")] == [
         "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records yours",
         "differs: device: it was 1 x NVIDIA H200; other devices round differently",
     ]
+    monkeypatch.setattr(reproduce, "read_git_commit", lambda: f"{COMMIT}-dirty")
+    assert "differs: the code had uncommitted changes" in run(git_commit=f"{COMMIT}-dirty")
 
 
 def test_changed_defaults_are_written_and_removed_keys_reported(record):

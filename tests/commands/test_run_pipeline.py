@@ -220,8 +220,9 @@ def write_pipeline(folder: Path, **of_sft: object) -> Path:
     return path
 
 
-def test_plan_hours_and_cost_follow_flops(tmp_path: Path) -> None:
-    lines = [line.split() for line in plan_stages(write_pipeline(tmp_path), "H100", 2, 1e9)]
+def test_plan_hours_and_cost_follow_flops(tmp_path: Path, recipes) -> None:
+    flags = ["--plan", "--gpu", "H100", "--num_processes", 2, "--device_hour_price", 1e9]
+    lines = [line.split() for line in recipes("run", write_pipeline(tmp_path), *flags).splitlines()]
     assert lines[0] == ["stage", "GPUs", "GB", "each", "hours", "cost"]
     (base, gpus, _, _, cost), (sft, one, _, _, sft_cost) = lines[1:3]
     assert (base, gpus, sft, one) == ("base", "2", "sft", "1")

@@ -158,6 +158,8 @@ def test_rejected_job_is_an_error_and_earlier_jobs_are_recorded(cluster: Cluster
     install({"sbatch": SBATCH.replace("\n", f"\n{refusal}", 1)})
     assert "Invalid account" in cluster.run(code=2)
     assert json.loads((cluster.output_dir / "jobs" / "jobs.json").read_text())["jobs"] == {"one": "1"}
+    install({"sbatch": "#!/bin/bash\necho queued\n"})
+    assert "printed 'queued\\n' instead of a job id" in cluster.run(code=2)
 
 
 def test_single_stages_run_concurrently_but_not_whole_pipelines(cluster: Cluster) -> None:

@@ -42,6 +42,7 @@ def test_unquoted_off_is_read_as_text(parse):
         (MINIMAL + "workers: 0", "write a number at least 1"),
         (MINIMAL + "mixture: weights", "`web` has no weight above 0"),
         ("sources: [{name: a/x.jsonl}, {name: b/x.jsonl}]\noutput_dir: o", "two sources have the name `x`"),
+        ("sources: [{name: a, kind: chat, html: true}]\noutput_dir: o", "`a` has both `kind: chat` and `html: true`"),
         ("sources: [{name: a, kind: page}]\noutput_dir: o", "kind"),
         ("sources: [{name: a, lang: de}]\noutput_dir: o", "is not a key of an entry"),
     ],

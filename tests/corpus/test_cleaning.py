@@ -18,10 +18,11 @@ import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.forked import ROOT
 
+from recipes_lib import environment
 from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.corpus import cleaning, corpus_manifest, inputs
+from recipes_lib.corpus import cleaning, inputs
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.environment import find_version
@@ -162,16 +163,15 @@ def kill_after(folder, num_events):
     return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
 
 
-def write_config(folder):
+@pytest.mark.parametrize(
+    ("num_kills", "seed"), [(2, 0), *(pytest.param(8, seed, marks=pytest.mark.slow) for seed in range(1, 9))]
+)
+def test_rerun_after_kills_is_byte_identical(planted, num_kills, seed):
+    folder, _, reference = planted
     (folder / "c.yaml").write_text(
         f"sources: [{{name: {folder / 'web.jsonl'}}}]\noutput_dir: out\nfix_text: off\nworkers: 1\n"
         f"benchmarks: [{{name: {folder / 'bench.jsonl'}, label: bench}}]\n"
     )
-
-
-def check_kills_and_resume(planted, num_kills, seed):
-    folder, _, reference = planted
-    write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
     random_ = random.Random(seed)
     num_events = 10**9 - int(kill_after(folder, 10**9).stdout.rsplit("left", 1)[1])
@@ -183,16 +183,6 @@ def check_kills_and_resume(planted, num_kills, seed):
     found = json.loads((folder / "killed" / "corpus.json").read_text())
     assert_same_corpus(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
-
-
-def test_rerun_after_kill_is_byte_identical(planted):
-    check_kills_and_resume(planted, num_kills=2, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_rerun_after_repeated_kills_is_byte_identical(planted, seed):
-    check_kills_and_resume(planted, num_kills=8, seed=seed + 1)
 
 
 def test_added_source_reuses_cleaned_shards(planted, tmp_path):
@@ -272,7 +262,7 @@ def test_change_invalidates_only_dependent_stages(planted, tiny_tokenizer_dir, t
             inspect, "getsource", lambda part: get_source(part) + ("\n# edited" if part.__name__ == change else "")
         )
         monkeypatch.setattr(
-            corpus_manifest, "find_version", lambda name: (find_version(name) or "") + (".1" if name == change else "")
+            environment, "find_version", lambda name: (find_version(name) or "") + (".1" if name == change else "")
         )
     after = list_folders(config, tmp_path)
     assert " ".join(name for name in before if after[name] != before[name]) == redone
@@ -315,6 +305,9 @@ def test_documents_of_earlier_corpus_are_duplicates(planted, tmp_path):
         make_corpus(replace(config, near_duplicates_ngram=3, output_dir=str(tmp_path / "b")))
     with pytest.raises(DataError, match=r"corpus\.json"):
         make_corpus(replace(config, duplicates_of=[str(tmp_path)], output_dir=str(tmp_path / "c")))
+    shutil.rmtree(tmp_path / "out" / ".work")
+    with pytest.raises(DataError, match="its hashes cannot be read"):
+        make_corpus(replace(config, duplicates_of=[str(tmp_path / "out")], output_dir=str(tmp_path / "d")))
 
 
 def test_documents_of_earlier_corpus_are_duplicates_though_its_last_task_is_empty(tmp_path):
@@ -375,12 +368,14 @@ def test_html_language_and_repeated_lines_together(tmp_path):
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
 def test_repeated_lines_are_removed_or_kept_in_first_document(tmp_path, keeps_first, mode):
     texts = [f"{make_text(random.Random(at), 30)}\nshared line" for at in range(12)]
-    source = {"name": str(write_rows(tmp_path / "a.jsonl", texts))}
+    source = {"name": str(write_rows(tmp_path / "a.jsonl", [*texts, "shared line"]))}
     keys = {"repeated_lines": mode, "repeated_lines_keep_first": keeps_first}
     manifest, documents = clean(tmp_path / "out", source, **keys)
     have = ["shared line" in document["text"] for document in documents]
-    assert have == ([True] * 12 if mode == "annotate" else [keeps_first] + [False] * 11)
-    assert manifest["steps"]["repeated_lines"]["found"] == {"lines": 12 - keeps_first}
+    assert have == ([True] * 13 if mode == "annotate" else [keeps_first] + [False] * 11)
+    tally = manifest["steps"]["repeated_lines"]
+    assert tally["found"] == {"lines": 13 - keeps_first}
+    assert tally["removed"] == ({} if mode == "annotate" else {"nothing left": 1})
 
 
 def test_chat_messages_are_cleaned_separately(tmp_path):
@@ -539,6 +534,9 @@ def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
     (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
         make_corpus(replace(config, output_dir=str(tmp_path / "c")))
+    (slurm / "sbatch").unlink()
+    with pytest.raises(ConfigError, match="sbatch is not installed"):
+        make_corpus(replace(config, output_dir=str(tmp_path / "d")))
 
 
 @pytest.mark.multiprocess

@@ -148,7 +148,7 @@ def test_fineweb_rows_keep_nested_metadata(tmp_path):
     assert documents[0].metadata["meta"] == {"lang": {"en": [0.9]}}
 
 
-def test_html_files_are_decoded_and_found_recursively(tmp_path):
+def test_html_files_are_decoded_and_found_recursively(tmp_path, monkeypatch):
     (tmp_path / "a.html").write_bytes('<meta charset="latin-1"><p>café</p>'.encode("latin-1"))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.HTM").write_text("<p>zwei</p>")
@@ -157,7 +157,13 @@ def test_html_files_are_decoded_and_found_recursively(tmp_path):
     assert [d.id for d in documents] == ["pages/a.html", "pages/sub/b.HTM"]
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "c.html").write_text("<p>hidden</p>")
-    assert len(read({"name": str(tmp_path), "label": "pages"})[0]) == 2
+    (tmp_path / "empty.html").touch()
+    (tmp_path / "long.html").write_text("<p>" * 50)
+    monkeypatch.setattr("recipes_lib.corpus.inputs.MAX_PAGE_BYTES", 100)
+    documents, ledger, _ = read({"name": str(tmp_path), "label": "pages"})
+    assert len(documents) == 2
+    assert ledger.tallies[READ].removed == {"empty": 1, "cannot be read": 1}
+    assert ledger.notes == ["pages/long.html: is longer than 100 bytes"]
 
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path):

@@ -146,7 +146,13 @@ def test_keys_that_only_the_layers_read_have_an_effect(tiny_tokenizer, model_typ
 
 
 @pytest.mark.parametrize(
-    "architecture", [{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, {"model_type": "clip"}]
+    "architecture",
+    [
+        {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4},
+        SMALL | {"model_type": "llama", "hidden_act": "none"},
+        SMALL | {"model_type": "llama", "vocab_size": -8},
+        {"model_type": "clip"},
+    ],
 )
 def test_inconsistent_sizes_and_non_causal_models_are_refused(tiny_tokenizer, architecture) -> None:
     run = ModelConfig(model_config=architecture)

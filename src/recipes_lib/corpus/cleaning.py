@@ -36,7 +36,7 @@ from recipes_lib.config.corpus_keys import (
     DuplicateKeys,
     label_entry,
 )
-from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
+from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
 from recipes_lib.corpus.duplicates import (
@@ -58,6 +58,7 @@ from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
+from recipes_lib.environment import find_versions
 from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
@@ -184,7 +185,7 @@ def build_jobs(
 
     Raises:
         ConfigError: Thresholds are invalid, or the model of a step cannot be loaded.
-        DataError: A file that a step reads is missing.
+        DataError: A benchmark cannot be found.
     """
     values = config.list_values()
     jobs = [_build_cleaning(config, source, work, load_scorer) for source in sources]
@@ -256,15 +257,12 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
         "toxicity": [*(config.toxic_words or ()), config.toxicity_classifier_path],
         "perplexity": [config.perplexity_model_path],
     }
-    try:
-        files = [hash_file(file) for path in paths.get(name, ()) if path is not None for file in _list_files(path)]
-    except OSError as error:
-        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+    files = [hash_file(file) for path in paths.get(name, ()) if path is not None for file in _list_files(path)]
     if name == "decontamination":
         for entry in config.benchmarks or ():
             items = open_benchmark(entry).fingerprint()
             files.append(compute_key({"entry": [label_entry(entry), entry.get("columns")], "items": items}))
-    versions = read_versions(_STEP_PACKAGES.get(name, ()))
+    versions = find_versions(_STEP_PACKAGES.get(name, ()))
     return [name, settings, files, versions, _hash_code(type(step))]
 
 

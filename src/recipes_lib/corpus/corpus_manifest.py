@@ -21,7 +21,7 @@ from recipes_lib.corpus.output import NEAR_STEP
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
-from recipes_lib.environment import find_version
+from recipes_lib.environment import find_versions
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import link_or_copy, read_record, replace_record
 from recipes_lib.report.html_pages import write_corpus_report
@@ -131,7 +131,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         mixture, epochs = self._mix(placed, has_tokens)
         return {
             "key": self.key,
-            "versions": {"recipes_lib": __version__, **read_versions(_PACKAGES)},
+            "versions": {"recipes_lib": __version__, **find_versions(_PACKAGES)},
             **totals,
             "sources": [
                 self._describe_source(source, placed, number)
@@ -175,11 +175,6 @@ class Finish(PipelineStep):  # type: ignore[misc]
             if size
         ]
         return entries, epochs
-
-
-def read_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return package -> installed version, without packages that are not installed."""
-    return {package: version for package in packages if (version := find_version(package))}
 
 
 def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -64,14 +64,12 @@ def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace the texts of a prompt, a completion or messages; roles and tool calls are unchanged."""
+    """Replace the texts of a prompt, a completion, messages or one message; roles and tool calls are unchanged."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, list):
         return [_replace_texts(item, replace) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _replace_texts(item, replace) if name in _TEXT_KEYS else item for name, item in value.items()}
-    return value
+    return {name: _replace_texts(item, replace) if name in _TEXT_KEYS else item for name, item in value.items()}
 
 
 def spell_calls(columns: Mapping[str, Any]) -> str:

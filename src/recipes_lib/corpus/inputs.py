@@ -260,8 +260,7 @@ def _group(parts: Iterable[Part], task_bytes: int) -> Iterator[tuple[Part, ...]]
             group, size = [], 0
         group.append(part)
         size += num_bytes
-    if group:
-        yield tuple(group)
+    yield tuple(group)
 
 
 class Read(PipelineStep):  # type: ignore[misc]
@@ -325,10 +324,9 @@ class Read(PipelineStep):  # type: ignore[misc]
         try:
             if part.source is not None:
                 yield from read_documents(part.source.rows(), part.label)
-            elif part.page is not None and part.page.name.lower().endswith(_WARC):
-                yield from read_warc(part.page, part.label)
             elif part.page is not None:
-                yield read_page(part.page, part.label)
+                is_warc = part.page.name.lower().endswith(_WARC)
+                yield from read_warc(part.page, part.label) if is_warc else [read_page(part.page, part.label)]
         except ReadFailedError:
             raise  # If it was counted, the finished corpus would lack the rest of this part, also after a repetition.
         except DataError as error:

@@ -33,7 +33,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, read_last_line, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_warnings
@@ -289,7 +289,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         except RuntimeError as error:
             if adapter is None or "size mismatch" not in str(error):
                 raise
-            found = f"the adapter {adapter} does not fit its base: {str(error).strip().splitlines()[-1].strip()}"
+            found = f"the adapter {adapter} does not fit its base: {read_last_line(error)}"
             raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
         # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
         if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():

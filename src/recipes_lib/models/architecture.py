@@ -7,7 +7,8 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
-from recipes_lib.errors import ConfigError, Problem, suggest
+from recipes_lib.errors import ConfigError, Problem, read_last_line, suggest
 from recipes_lib.models.loading import SPECIAL_TOKENS, describe_ids_beyond, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
@@ -110,7 +111,7 @@ def build_model_config(
     try:
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise ConfigError(Problem("model_config", _last_line(error), f"see {config_class.__name__}")) from error
+        raise ConfigError(Problem("model_config", read_last_line(error), f"see {config_class.__name__}")) from error
     beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
     if beyond:
         raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
@@ -154,19 +155,31 @@ def start_causal_lm(
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     build = model_class.from_config if part is None else model_class._from_config
-    try:
-        # Not partitioned yet: under ZeRO-3, transformers would draw other values. The engine partitions them later.
-        with zero3_init_disabled():
-            model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
-    except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        found = f"a {model_config.model_type} model cannot be built: {_last_line(error)}"
-        raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
+    # Not partitioned yet: under ZeRO-3, transformers would draw other values. The engine partitions them later.
+    with zero3_init_disabled(), explaining_model(model_config, "cannot be built", "check the sizes against each other"):
+        model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     freeze_outside_text(model)
     if distribution is not None:
         model = distribute(model, distribution)
     model.config.use_cache = False
     model.train()
     return model
+
+
+@contextmanager
+def explaining_model(config: PreTrainedConfig, problem: str, remedy: str) -> Iterator[None]:
+    """Context in which an error of a model's code is raised as a ``ConfigError``: ``a MODEL_TYPE model PROBLEM: ...``.
+
+    Raises:
+        ConfigError: The code in the context has raised an error; the code of an architecture may raise any.
+    """
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        found = f"a {config.model_type} model {problem}: {read_last_line(error):.300}"
+        raise ConfigError(Problem("model_config", found, remedy)) from error
 
 
 def _list_optional(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -198,7 +211,3 @@ def _verify_rope(moved: Mapping[str, Any], model_config: PreTrainedConfig) -> No
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
     remedy = suggest(key, known, "delete it: transformers does not read it")
     return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

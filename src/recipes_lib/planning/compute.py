@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,7 @@ from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.config.table import read_lists
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
-from recipes_lib.models.architecture import find_model_config
+from recipes_lib.models.architecture import explaining_model, find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 from recipes_lib.models.quantization import check_quantization
 from recipes_lib.models.structure import find_head_dim, freeze_outside_text, list_layer_configs
@@ -161,23 +160,6 @@ def has_half_products(config: RecipeConfig) -> bool:
 def find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
     """Return the dtype of weights by the key ``dtype``; for ``auto`` that of the checkpoint."""
     return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-
-
-@contextmanager
-def explaining_model(config: PretrainedConfig, problem: str, remedy: str) -> Iterator[None]:
-    """Context in which an error of a model's code is raised as a ``ConfigError``: ``a MODEL_TYPE model PROBLEM: ...``.
-
-    Raises:
-        ConfigError: The code in the context has raised an error; the code of an architecture may raise any.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        found = f"a {config.model_type} model {problem}: {reason:.300}"
-        raise ConfigError(Problem("model_config", found, remedy)) from error
 
 
 def build_on_meta(config: PretrainedConfig) -> Any:

@@ -28,6 +28,7 @@ from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_base, find_shareable
+from recipes_lib.models.architecture import explaining_model
 from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
@@ -351,7 +352,7 @@ def count_kept(
             return activations.count_activations(model, *batch)
 
     def count(batch: Batch) -> Activations:
-        with compute.explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
+        with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
             kinds = _once(("kinds", *described), partial(_list_kinds, model_config))
             # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
             number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
@@ -463,7 +464,7 @@ def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
     dtype = "bfloat16" if is_half and layout.shards.weights != 1 else config.model.dtype
 
     def count() -> int:
-        with compute.explaining_model(model_config, "has a cache that cannot be counted", _MEASURE):
+        with explaining_model(model_config, "has a cache that cannot be counted", _MEASURE):
             with torch.device("meta"):
                 model = _build(AutoModelForCausalLM, model_config, dtype)
             with activations.on_fakes(model, is_half=is_half):
@@ -561,7 +562,7 @@ def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: 
     settings = copy.deepcopy(model_config)
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
-    with compute.explaining_model(model_config, "cannot be built", "choose another architecture"):
+    with explaining_model(model_config, "cannot be built", "choose another architecture"):
         model = auto_class.from_config(settings, dtype=find_dtype(model_config, dtype), attn_implementation=kernel)
         freeze_outside_text(model)
         return model

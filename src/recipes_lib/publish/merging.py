@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
+from recipes_lib.environment import find_versions
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import adapters_off, load_adapter
@@ -156,7 +156,7 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
         "mean_kl": agreement.mean_kl,
         "same_choice": agreement.same_choice,
         "mean_kl_of_the_base": compare(reference, base_alone).mean_kl,
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _is_installed(name)},
+        "versions": find_versions(_PACKAGES),
     }
 
 
@@ -184,7 +184,3 @@ def _compute_on_quantised_base(plan: Merge, texts: Texts) -> list[Tensor]:
     quantization = build_quantization_config(plan.bits, torch.float32, "")
     base = load_causal_lm(plan.base, plan.attn_implementation, quantization)
     return compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts)
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name.replace("-", "_")) is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from recipes_lib.commands.generated.candidates import (
     Answer,
@@ -18,7 +20,7 @@ from recipes_lib.commands.generated.candidates import (
     read_row_file,
     write_rows,
 )
-from recipes_lib.commands.generated.generation_methods import SourceRow, load_method
+from recipes_lib.commands.generated.generation_methods import METHODS, SourceRow, load_method
 from recipes_lib.commands.generated.row_filters import build_checks
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import DataError
@@ -75,10 +77,10 @@ def test_near_duplicate_instructions_are_removed(tmp_path: Path) -> None:
 
     candidates, removed, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "Name a river."), write(2, "Name a river!"), write(3, "Name a sea."),
-        method="instructions",
+        write(4, "I'm sorry, but I can't help with that."), method="instructions",
     )  # fmt: skip
     assert [one.values["instruction"] for one in candidates] == ["Name a river.", "Name a sea."]
-    assert removed == {"near duplicate": 2}
+    assert removed == {"near duplicate": 2, "refusal": 1}
     kept, _, _ = run(
         tmp_path, write(0, "2 + 2?"), write(1, "2 + 2?"), method="instructions", near_duplicates_threshold=None
     )
@@ -130,6 +132,13 @@ def test_rows_have_provenance_and_pairs_two_answers(tmp_path: Path) -> None:
         "method": "answers", "model": "m", "number": 0, "answer": 1, "source": ["f:0"], "grade": 9.0, "agreement": None,
     }  # fmt: skip
     assert [pair[side][0]["content"] for side in ("prompt", "chosen", "rejected")] == ["2 + 2?", "4", "five"]
+    plain = yaml.safe_load((METHODS / "answers.yaml").read_text())
+    plain["row"] = {"prompt": "{{ prompt }}", "completion": "{{ answer }}"}
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump(plain))
+    config = dataclasses.replace(config, method=str(tmp_path / "plain.yaml"))
+    assert write_rows(load_method(config), candidates[:1], tmp_path, samples) == (1, 1)
+    (pair,) = read_row_file(tmp_path / "pairs.jsonl")
+    assert [pair[side] for side in ("prompt", "chosen", "rejected")] == ["2 + 2?", "4", "five"]
     assert write_rows(load_method(SynthesisConfig()), candidates, tmp_path, samples) == (4, 0)
     assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are deleted"
 

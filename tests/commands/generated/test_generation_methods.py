@@ -137,10 +137,14 @@ def test_source_columns_depend_on_method(tmp_path: Path) -> None:
         assert read(method, num_candidates=2) == texts
     half = {"prompt": "p\ud83d", "text": "t\ud83d"}
     write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}, half], ensure_ascii=True)
-    broken = "the text holds half a surrogate pair, \\ud83d, at position 1"
+    path.write_text(f"{path.read_text()}broken\n")
+    broken = [
+        "the text holds half a surrogate pair, \\ud83d, at position 1",
+        "invalid JSON at column 1: Expecting value",
+    ]
     for method, message in (
-        ("answers", ["has no question", "has several turns", broken]),
-        ("textbook", [f"has no `text`; so in 2 places, next {path}:3", broken]),
+        ("answers", ["has no question", "has several turns", *broken]),
+        ("textbook", [f"has no `text`; so in 2 places, next {path}:3", *broken]),
     ):
         with pytest.raises(DataError) as caught:
             read(method)

@@ -156,6 +156,8 @@ def test_runs_with_different_tokenizers_are_refused(runs, scale, tmp_path) -> No
     scale(*fit)
     (runs[5] / "tokenizer.json").write_text(json.dumps({"model": model | {"vocab": {"a": 1, "b": 0}}}))
     assert f"{runs[5]}: has another tokenizer than {runs[0]}" in scale(*fit, code=2)
+    (runs[5] / "tokenizer.json").write_text("{")
+    assert f"{runs[5] / 'tokenizer.json'}: is not JSON" in scale(*fit, code=2)
     for run in runs:
         (run / "tokenizer.json").unlink()
     config = json.loads((runs[7] / "config.json").read_text())
@@ -208,6 +210,11 @@ def test_budget_of_money_buys_flops_and_repeated_data_change_the_optimum(scale) 
 def test_run_with_many_steps_of_one_process_is_predicted(scale) -> None:
     config = ROOT / "recipes" / "configs" / "smollm2-135m" / "pretrain.yaml"
     assert "134,515,008 parameters, 2,097,152,000,000 tokens" in scale("predict", "--config", config)
+
+
+def test_run_in_epochs_is_not_predicted(scale, recipe) -> None:
+    recipe.write_text(yaml.safe_dump(RECIPE | {"max_steps": -1, "warmup_steps": 0}))
+    assert "the length of the run is in epochs" in scale("predict", "--config", recipe, code=2)
 
 
 RECIPE = {

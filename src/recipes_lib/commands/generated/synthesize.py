@@ -283,8 +283,6 @@ def _write_batch(
         is_last = at == len(method.steps) - 1
         num_answers = method.config.num_answers if is_last else 1
         alive = [draft for draft in drafts if draft["failed"] is None]
-        if not alive:
-            break
         chats = [method.build_chat(step, values[draft["number"]]) for draft in alive for _ in range(num_answers)]
         # Before the requests, which cost money even if their replies are discarded.
         limits.verify_room(chats)

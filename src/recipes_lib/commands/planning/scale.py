@@ -10,7 +10,6 @@ import operator
 import shlex
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,12 +99,16 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
 
 def _read_tokenizer(folder: Path) -> object:
-    """Return what determines the tokens of a text; of a run without ``tokenizer.json``, the size of its vocabulary."""
-    for file, names in (("tokenizer.json", ("normalizer", "pre_tokenizer", "model")), ("config.json", ("vocab_size",))):
-        with suppress(DataError):
-            record = read_record(folder / file)
-            return [record.get(name) for name in names]
-    return None
+    """Return what determines the tokens of a text; of a run without ``tokenizer.json``, the size of its vocabulary.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return read_record(folder / "config.json").get("vocab_size")
+    record = read_record(path)
+    return [record.get(name) for name in ("normalizer", "pre_tokenizer", "model")]
 
 
 def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -209,10 +212,10 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     for folder in options.runs:
         try:
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
+            read[folder] = _read_tokenizer(folder)
         except UserError as error:
             problems += error.problems
             continue
-        read[folder] = _read_tokenizer(folder)
         first, tokenizer = next(iter(read.items()))
         if read[folder] != tokenizer:
             found = f"has another tokenizer than {first}: their losses per token cannot be compared"

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.pytorch_utils import Conv1D
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
-from recipes_lib.errors import ConfigError, Problem, suggest
+from recipes_lib.errors import ConfigError, Problem, read_last_line, suggest
 from recipes_lib.models.adapters.saved import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -184,7 +184,7 @@ def load_adapter(
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
         # Caught inside of ``explained``, which would report a damaged file rather than another architecture.
         except (RuntimeError, KeyError) as error:
-            found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
+            found = f"{name} does not fit the model: {read_last_line(error)}"
             remedy = "name a complete adapter of this model; if its vocabulary is larger, merge it with PEFT first"
             raise ConfigError(Problem(key, found, remedy)) from error
     verify_layers(adapted, key)
