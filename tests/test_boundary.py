@@ -315,8 +315,8 @@ def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
 
 def test_no_garbage_is_collected_at_exit() -> None:
     """As by Python itself, which takes seconds for the objects of torch."""
-    code = "import recipes_lib.boundary\nclass Cycle:\n    def __del__(self): print('collected')\n"
-    assert run_python(f"{code}one = Cycle(); one.own = one; del one") == ""
+    code = "from recipes_lib.boundary import run_command\nclass Cycle:\n    def __del__(self): print('collected')\n"
+    assert run_python(f"{code}one = Cycle(); one.own = one; del one; run_command(lambda: None)") == ""
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])

@@ -35,9 +35,6 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
 
-# Python collects garbage when it exits: seconds for the objects of torch and transformers, also after Ctrl-C.
-atexit.register(gc.freeze)
-
 _EXPECTED_WARNINGS: Final = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
     # ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
@@ -118,6 +115,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     Returns:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`.
     """
+    # Python collects garbage when it exits: seconds for the objects of torch and transformers, also after Ctrl-C.
+    atexit.register(gc.freeze)
     ignore_closed_output()
     processes.limit_threads()
     hide_expected_warnings()
