@@ -1,6 +1,7 @@
 """Counts, samples and intermediate shards of documents."""
 
 import random
+from pathlib import Path
 
 import pytest
 from datatrove.data import Document
@@ -77,12 +78,14 @@ def test_samples_are_independent_of_order_and_tasks():
     assert Samples(0).list() == {}
 
 
-def test_shard_round_trips(tmp_path):
+def test_shard_round_trips(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     documents = [
         Document(text=f"é {at}", id=str(at), metadata={SOURCE: "s", "source": None, "n": {"a": [at]}})
         for at in range(1200)
     ]
-    path = tmp_path / "a.parquet"
+    path = Path("run:1/a.parquet")  # No address.
+    path.parent.mkdir()
     write_shard(path, iter(documents))
     assert [(d.text, d.id, d.metadata) for d in read_shard(path)] == [(d.text, d.id, d.metadata) for d in documents]
     write_shard(path, iter([]))

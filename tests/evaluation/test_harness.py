@@ -269,6 +269,8 @@ def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: 
     assert again["tasks"]["local_choice"]["num_cut"] == cut["local_choice"]
     with pytest.raises(ConfigError, match="an answer of 16 tokens does not fit its 16 positions"):
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"max_gen_toks": 16}))
+    with pytest.raises(ConfigError, match=r"gen_kwargs: the model cannot generate with these settings: .*'typo'"):
+        evaluate_model(build(model, tasks, "local_written", gen_kwargs={"typo": 1}))
 
 
 def test_answered_requests_are_not_repeated_after_kill(

@@ -289,6 +289,7 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
 
     # `large_string` has 64-bit offsets: the texts of a batch can exceed the 2 GiB that `string` can address.
     schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
+    path = path.absolute()  # pyarrow takes what precedes a colon in a relative path for the scheme of an address.
     with atomic_file(path, is_shared=True) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
@@ -304,7 +305,7 @@ def read_shard(path: Path) -> Iterator[Document]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path.absolute()) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
                 for row in batch.to_pylist():
                     metadata = json.loads(row["metadata"]) | {SOURCE: row["source"]}

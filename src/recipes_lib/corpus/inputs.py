@@ -227,7 +227,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
         if path.suffix == _PARQUET:
             import pyarrow.parquet as pq
 
-            num_groups = pq.read_metadata(path).num_row_groups
+            num_groups = pq.read_metadata(path.absolute()).num_row_groups
             return sorted({num_groups * at // num for at in range(num + 1)})
     except (OSError, ValueError, DataError):  # The file is read as one part, whose reader reports the error.
         pass

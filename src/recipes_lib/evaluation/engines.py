@@ -312,7 +312,11 @@ class CheckedModel(HFLM):  # type: ignore[misc]
             return scores
 
         processors: Any = LogitsProcessorList([check])
-        tokens = super()._model_generate(context, *args, logits_processor=processors, **kwargs)
+        try:
+            tokens = super()._model_generate(context, *args, logits_processor=processors, **kwargs)
+        except (TypeError, ValueError) as error:  # As for an unknown or invalid argument of `generate`.
+            found = f"the model cannot generate with these settings: {str(error).splitlines()[0]}"
+            raise ConfigError(Problem("gen_kwargs", found, "correct them, or the task's generation_kwargs")) from error
         if has_nan and torch.stack(has_nan).any():
             raise _build_logits_error()
         return tokens

@@ -304,3 +304,5 @@ def test_check_shows_first_prompt_without_requests(folder: Path, recipes) -> Non
     assert "8 prompts" in printed
     assert "Explain thing0 to child0 é" in printed
     assert not (folder / "out").exists()
+    refused = recipes("check", "--recipe", "synthesize", "--method=evolution", *flags, "--base_url=host:80", code=2)
+    assert "'host:80' is no address of an endpoint" in refused

@@ -86,7 +86,7 @@ def test_hub_fingerprint_covers_name_commit_config_and_split() -> None:
     assert len({source.fingerprint(), *(other.fingerprint() for other in others)}) == 5
 
 
-def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
+def test_offline_cache_serves_only_its_commit_and_whole_files(hub: Callable[[], None], tmp_path: Path) -> None:
     load_hub("name", None, None, "train", False)
     hub()
     offline = load_hub("name", None, COMMIT, "train", False)
@@ -95,6 +95,12 @@ def test_offline_cache_serves_only_its_commit(hub: Callable[[], None]) -> None:
     assert offline.commit == COMMIT
     with pytest.raises(DataError, match=f"the cached copy is commit {COMMIT}, not `v2`"):
         load_hub("name", None, "v2", "train", False)
+    (file,) = tmp_path.glob("cache/**/*.arrow")
+    content = file.read_bytes()
+    file.unlink()  # The sources above have mapped it.
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match="if its cached copy is damaged, delete it"):
+        load_hub("name", None, None, "train", False)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -109,6 +109,8 @@ def check(argv: Sequence[str]) -> int:
     rows, _ = read_source(method)
     build_checks(config)
     verify_judge(config, "grade")
+    if config.base_url is not None:
+        load_writer(config)  # Verifies the address.
     chat = method.build_chat(method.steps[0], method.draw(rows, 0))
     sys.stdout.write(f"{len(rows):,} {method.fields['reads']}; first prompt:\n\n{chat[-1]['content']}\n\n")
     sys.stdout.write("ready to synthesize\n")

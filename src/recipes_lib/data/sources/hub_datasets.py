@@ -56,7 +56,7 @@ class HubSource:
             for index, row in enumerate(rows):
                 yield RawRow(f"{self.name} row {index}", index, spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
-            raise ReadFailedError(*_describe_failure(self.name, error).problems) from None
+            raise ReadFailedError(*_describe_failure(self.name, error, _DAMAGED).problems) from None
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of Hub id, commit, configuration and split; equal for streamed and downloaded data."""
@@ -108,8 +108,10 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
 
+    remedy = _REMEDY
     try:
         builder = datasets.load_dataset_builder(name, config, revision=revision)
+        remedy = _DAMAGED
         # Offline, `datasets` substitutes a builder of its cache, which ignores the requested revision.
         if isinstance(builder, Cache) and revision not in (None, builder.hash):
             raise ConnectionError(f"offline, and the cached copy is commit {builder.hash}, not `{revision}`")
@@ -122,7 +124,7 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
             if (encoded := _keep_encoded(feature)) != feature:
                 dataset = dataset.cast_column(column, encoded)
     except Exception as error:  # Any error of the library, the network or the cache.
-        raise _describe_failure(name, error) from None
+        raise _describe_failure(name, error, remedy) from None
     sizes = builder.info.splits or {}
     size = sizes[split].num_bytes if split in sizes else None
     return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
@@ -143,11 +145,11 @@ def _keep_encoded(feature: Any) -> Any:
     return replace(feature, decode=False) if is_media else feature
 
 
-def _describe_failure(name: str, error: Exception) -> DataError:
+def _describe_failure(name: str, error: Exception, otherwise: str) -> DataError:
     if refusal := explain_refusal_of_hub(error):
         return DataError(Problem(name, *refusal))
     message = str(error).replace(" (OfflineModeIsEnabled)", "")  # Possibly set by ``go_offline_unless_reachable``.
-    remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), _REMEDY)
+    remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), otherwise)
     if isinstance(error, ConnectionError):
         remedy = "go online, without HF_HUB_OFFLINE; pin a commit that is cached; or name a local file or folder"
     reason = message.strip().partition("\n")[0] or type(error).__name__
@@ -161,4 +163,5 @@ _REMEDIES: Final = (
     (("onfig name", "BuilderConfig"), "set `dataset_config` to one of these"),
     (("split",), "set `dataset_train_split` and `dataset_test_split` to splits it has"),
 )
+_DAMAGED: Final = "if its cached copy is damaged, delete it below HF_DATASETS_CACHE and run again while online"
 _REMEDY: Final = "check the spelling; a private dataset needs `hf auth login`; a local path must exist"

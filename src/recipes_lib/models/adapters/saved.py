@@ -168,9 +168,9 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
 
 def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     """Yield problem and remedy if the base model differs from the one that the adapter was trained on."""
-    wanted, given = saved.base_model_name_or_path, str(base.name_or_path)
-    if wanted is None:
+    if saved.base_model_name_or_path is None:
         return
+    wanted, given = str(saved.base_model_name_or_path), str(base.name_or_path)
     if wanted != given and Path(wanted).resolve() != Path(given).resolve():
         remedy = f"name that one, or write {given} into its {ADAPTER_CONFIG} if they are the same"
         yield f"was trained on {wanted}, and the model is {given}", remedy
