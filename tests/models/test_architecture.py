@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from transformers import AutoConfig, GenerationConfig
@@ -101,6 +103,8 @@ def test_keys_of_published_config_files_are_read(tiny_tokenizer, given, expected
     assert expected.items() <= config.rope_parameters.items()
     assert config.dtype is None
     assert LINEAR == {"type": "linear", "factor": 2.0}, "the recipe is unchanged"
+    given = {"model_type": "falcon_h1", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert build_model_config(given, tiny_tokenizer, 64).time_step_limit[1] == math.inf
 
 
 @pytest.mark.parametrize(

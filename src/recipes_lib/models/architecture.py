@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import re
@@ -83,8 +82,10 @@ def build_model_config(
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
             unknown key. Or the tokenizer lacks an id of a special token; or as ``verify_attention``.
     """
-    # A copy, because transformers adds to nested mappings; published files have null for what they lack.
-    given = {key: copy.deepcopy(value) for key, value in architecture.items() if key not in _MOVED or value is not None}
+    # Published files have null for what they lack, and infinity as a mapping (Mamba's `time_step_limit`).
+    given = {key: value for key, value in architecture.items() if key not in _MOVED or value is not None}
+    # This copies, too: transformers adds to nested mappings.
+    given = PreTrainedConfig._decode_special_floats(given)
     model_type = given.pop("model_type", None)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         remedy = suggest(model_type or "", CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
