@@ -68,8 +68,8 @@ def test_missing_bitsandbytes_is_reported(monkeypatch, name, key):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = catch_problems(BITS[name])
     assert problem.where == key
-    assert "bitsandbytes" in problem.found
-    assert problem.remedy == "pip install bitsandbytes"
+    assert problem.found == "bitsandbytes not installed"
+    assert problem.remedy == "pip install 'recipes-lib[gpu]'"
 
 
 @pytest.mark.parametrize(

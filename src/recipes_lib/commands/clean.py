@@ -111,6 +111,8 @@ def plan(argv: Sequence[str]) -> None:
 
 def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     """Return a summary, line by line: removals per step, warnings, counts and paths."""
+    from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+
     steps = manifest["steps"]
     lines = [
         f"{step}: {tally['documents_in'] - tally['documents_out']:,} of {tally['documents_in']:,} documents removed"
@@ -121,7 +123,7 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     for source in manifest["sources"]:
         if source["too_often"]:
             found = f"{source['epochs']:g} epochs of {source['label']}"
-            lines.append(f"warning: {found}; above 4, repeated tokens help little")
+            lines.append(f"warning: {found}; above {MAX_EPOCHS}, repeated tokens help little")
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from recipes_lib.config.schema import QuantizationConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import Problem, verify_extra
 
 _DEQUANTIZED: Final = ("fp8", "mxfp4")
 """Methods of checkpoints that transformers can load unquantised, such as those of DeepSeek V3 and gpt-oss."""
@@ -48,9 +47,7 @@ def build_quantization_config(
     if not config.is_quantized:
         return None
     key = "load_in_8bit" if config.load_in_8bit else "load_in_4bit"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        found = "it needs the package bitsandbytes, which is not installed"
-        raise ConfigError(Problem(key, found, "pip install bitsandbytes"))
+    verify_extra(key, "gpu", "bitsandbytes")
     if config.load_in_8bit:
         # bitsandbytes warns once per layer and step that inputs are cast to float16.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
