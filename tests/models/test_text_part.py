@@ -42,7 +42,7 @@ def test_trained_parameters_are_those_with_gradient_from_text(tmp_path):
 def build_qwen3_5():
     text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
-    config = Qwen3_5Config(text_config={**text, "num_attention_heads": 2}, vision_config=vision)
+    config = Qwen3_5Config(text_config={**text, "num_attention_heads": 4}, vision_config=vision)
     return Qwen3_5ForConditionalGeneration(config)
 
 

@@ -178,7 +178,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
             if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
-    verify_attention("model_name_or_path", model_config)
+        verify_attention("model_name_or_path", model_config)
     return model_config, generation_config
 
 
