@@ -66,8 +66,7 @@ def test_new_run_records_config_versions_and_hardware(tmp_path):
     assert {"python", "torch", "transformers", "trl", "recipes-lib"} <= record["versions"].keys()
     assert record["hardware"]["device"]
     assert record["planned"] is None, "there is no GPU"
-    assert run.resume_from is None
-    assert not run.finished
+    assert (run.resume_from, run.finished) == (None, False)
 
 
 def test_auto_checkpointing_is_resolved_logged_and_recorded(tmp_path, capsys):
@@ -311,8 +310,6 @@ DATA = {
     "prompts": lambda digest: {"num_prompts": 3, "fingerprint": digest},
 }
 
-WITHOUT_FINGERPRINT = [None, "x", {}, {"sources": [{"key": "a"}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}]
-
 
 @pytest.mark.parametrize("kind", DATA)
 def test_resumed_run_must_have_the_same_rows(tmp_path, kind):
@@ -331,7 +328,7 @@ def test_resumed_run_must_have_the_same_rows(tmp_path, kind):
     assert start_run(config, ONE).facts["data"] == {**data("c"), "num_rows": 4}
 
 
-@pytest.mark.parametrize("data", WITHOUT_FINGERPRINT)
+@pytest.mark.parametrize("data", [None, "x", {}, {"sources": [{}, 3]}, {"inputs": 3}, {"inputs": {"sources": 3}}])
 def test_run_whose_record_has_no_fingerprint_resumes(tmp_path, data):
     start_run(make_config(tmp_path), ONE).record(data=data)
     write_checkpoint(tmp_path, 5)
@@ -598,7 +595,6 @@ def test_full_disk_at_final_record_is_status_refused(tmp_path, monkeypatch):
 
 def test_stalled_run_is_recorded(tmp_path):
     with start_run(make_config(tmp_path), ONE).recording_its_end():
-        WATCHDOG.on_stall("rank 0: no progress in a step for 1800 seconds")
+        WATCHDOG.on_stall("rank 0: no progress")
         record = json.loads((tmp_path / "run.json").read_text())
-    assert record["status"] == "stalled"
-    assert "1800 seconds" in record["error"]
+    assert (record["status"], record["error"]) == ("stalled", "rank 0: no progress")
