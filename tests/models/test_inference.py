@@ -43,6 +43,7 @@ TINY = {
     "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "n_embd": 16, "n_layer": 2, "n_head": 2},
     "mixtral": {"router_jitter_noise": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 8},
     "opt": {"dropout": 0.5, "attention_dropout": 0.5, "hidden_size": 16, "ffn_dim": 32, "word_embed_proj_dim": 16},
+    "phimoe": {"router_jitter_noise": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 8},
 }
 
 

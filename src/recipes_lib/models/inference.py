@@ -152,7 +152,7 @@ def find_factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities of a model to 0, in dropout modules and attributes, and the noise of router inputs.
+    """Set all dropout probabilities of a model to 0, in dropout modules and attributes, and the noise of routers.
 
     Source: ``trl.trainer.utils.disable_dropout_in_model``, which omits attributes such as ``attention_dropout``;
     ``tests/models/test_inference.py``.
@@ -165,6 +165,13 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if ("drop" in name or name in noise) and isinstance(value, float):
                 setattr(module, name, 0.0)
+        if hasattr(module, "router_jitter_noise"):
+            # Phi's router samples experts in training mode, whatever its noise.
+            module.register_forward_pre_hook(_set_evaluation)
+
+
+def _set_evaluation(module: nn.Module, _inputs: Any) -> None:
+    module.eval()
 
 
 def unwrap_adapter(model: Any) -> Any:
