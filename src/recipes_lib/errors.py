@@ -323,7 +323,7 @@ class LostPeerError(_LeaveError):
 
 
 def read_last_line(error: Exception) -> str:
-    """Return the last line of a message, which of errors of PyTorch and transformers has the reason."""
+    """Return the last line of an error's message: PyTorch and transformers write the reason there."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 

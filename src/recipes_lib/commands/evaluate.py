@@ -25,8 +25,12 @@ _QUIET_SECONDS: Final = 1800
 _ASKED: Final = "watch.json"
 """Configuration of the results beside it, by which ``eval watch`` recognises its own."""
 _WITHOUT_EFFECT: Final = (
-    *("model_name_or_path", "output_dir"),
-    *("batch_size", "max_batch_size", "num_concurrent", "use_cpu"),
+    "model_name_or_path",
+    "output_dir",
+    "batch_size",
+    "max_batch_size",
+    "num_concurrent",
+    "use_cpu",
 )
 """Keys without effect on scores, and those that ``eval watch`` sets."""
 _STATES: Final = (".pt", ".pth", ".bin")

@@ -469,7 +469,8 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
         names -= set(BATCH_KEYS)
     if previous.get("status") != "done":
         # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
-        split = ("dataset_test_split",) if "inputs" in (previous.get("data") or ()) else ()
+        data: Any = previous.get("data")
+        split = ("dataset_test_split",) if isinstance(data, dict) and "inputs" in data else ()
         places = {
             "data": ("dataset_name", "dataset_mixture", *split),
             "weights": ("model_name_or_path",),

@@ -65,8 +65,8 @@ FLASH_IS_INSTALLED: Final = {
     **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
 FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
-"""Kernels for packed rows on CUDA, the fastest first. Only if a recipe names them run binaries from the Hub, and
-FlashAttention 4, whose versions are betas."""
+"""Kernels for packed rows on CUDA, the fastest first. Binaries from the Hub and FlashAttention 4, whose versions are
+betas, run only if a recipe names them."""
 _MAX_HEAD_DIM: Final = 256
 """Largest head dimension of FlashAttention."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
