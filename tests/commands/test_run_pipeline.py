@@ -282,7 +282,7 @@ def test_plan_of_unknown_length_has_no_hours(changes: dict[str, dict[str, object
         document["stages"][stage]["set"] |= keys
     path.write_text(json.dumps(document))
     *lines, note = plan_stages(path, "H100", 2, None)
-    assert note.startswith(f"without the time of {', '.join(changes)}, scores: set max_steps")
+    assert note.startswith(f"without the time of {', '.join(changes)}, scores: set max_steps and max_length")
     assert any(line.startswith("in all") for line in lines) == (len(changes) == 1)  # No sum of nothing.
 
 

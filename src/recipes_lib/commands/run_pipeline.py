@@ -318,6 +318,6 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         total = sum(plan.hours or 0 for plan in plans.values())
         spent = sum((plan.hours or 0) * plan.num_gpus for plan in plans.values())
         rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
-    remedy = "set max_steps, or plan one stage alone by `recipes plan --num_rows`"
+    remedy = "set max_steps and max_length, or plan one stage alone by `recipes plan --num_rows`"
     note = [f"without the time of {', '.join(unknown)}: {remedy}"] if unknown else []
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]

@@ -112,7 +112,9 @@ def verify_first_minibatch(kl: float, dtype: torch.dtype) -> None:
     """
     # k3 of a small log-ratio d is d^2 / 2: this is the root mean square of d.
     shift, allowed = (2 * max(kl, 0.0)) ** 0.5, ROOT_MEAN_SQUARE_TO_MEAN * TOLERANCE[dtype]
-    _verify_shift(shift, allowed, "of this iteration the log-probabilities of policy and rollout")
+    cause = "noise of the model in training mode, such as router jitter, or a kernel that rounds differently there"
+    remedy = f"perhaps {cause}: try `attn_implementation: eager`, or `bf16: false`"
+    _verify_shift(shift, allowed, "of this iteration the log-probabilities of policy and rollout", f": {remedy}")
 
 
 def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
@@ -126,11 +128,11 @@ def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
     return f"step 0: policy and reference differ by {shift:.1e} nats per token"
 
 
-def _verify_shift(shift: float, allowed: float, what: str) -> None:
+def _verify_shift(shift: float, allowed: float, what: str, remedy: str = "") -> None:
     # A negated comparison, so that NaN fails.
     if not shift <= allowed:
         found = f"{what} differ by {shift:.2g} nats per token; rounding explains {allowed:g}"
-        raise DivergedError(f"before the first update {found}")
+        raise DivergedError(f"before the first update {found}{remedy}")
 
 
 COLLAPSED_ENTROPY: Final = 0.1
