@@ -242,10 +242,11 @@ def test_table_in_ppo_docs_matches_plans(shipped):
     rows = re.findall(r"^\| (?:four models, `|the same, |adapters, ).*?((?: \| [\d.]+){6}) \|$", page, re.MULTILINE)
     for planned, row in zip(shipped, rows, strict=True):
         weights, gradients, states = (total(planned.components, kind) for kind in KINDS)
-        peaks = [planned.peaks[name] for name in ("sampling", "reading", "policy's update", "critic's update")]
-        assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
-            [size / 1e9 for size in (weights, states + gradients, *peaks)], abs=0.051
-        )
+        passes = [planned.peaks[name] for name in ("reading", "policy's update", "critic's update")]
+        written = [float(number) for number in row.split(" | ")[1:]]
+        # transformers 5.24 has a smaller cache of keys and values than 5.23.
+        assert written.pop(2) == pytest.approx(planned.peaks["sampling"] / 1e9, rel=0.02)
+        assert written == pytest.approx([size / 1e9 for size in (weights, states + gradients, *passes)], abs=0.051)
 
 
 def test_colocated_engine_holds_its_share_unless_asleep(configure):
