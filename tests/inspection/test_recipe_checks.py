@@ -42,6 +42,13 @@ def test_template_cautions_are_reported(run_check, tmp_path, tiny_model_dir, tem
     assert "exact duplicates of earlier rows: 3" in output
 
 
+@pytest.mark.parametrize(("name", "caution"), [("up_proj", False), ("layers.0.mlp.up_proj", True)])
+def test_adapter_of_few_layers_is_reported(run_check, name, caution) -> None:
+    problems, output = run_check("lora", CHATS, lora_target_modules=f"[{name}]")
+    assert not problems
+    assert ("warning: lora_target_modules: the names are those of modules in 1 of 2 layers" in output) == caution
+
+
 def test_warning_on_rows_names_the_first_and_a_remedy(run_check) -> None:
     texts = [{"prompt": "two and two", "completion": answer} for answer in (" are four", " are 4")]
     problems, output = run_check("sft", texts)

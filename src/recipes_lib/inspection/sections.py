@@ -134,6 +134,7 @@ class Inspection(ABC):
     def check_model(self, report: Report) -> None:
         """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.activation_checkpointing import enable_checkpointing
+        from recipes_lib.models.adapters.lora import find_bare_layers
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import describe_ids_beyond, load_tokenizer, verify_folder
         from recipes_lib.models.quantization import find_unquantized
@@ -157,9 +158,10 @@ class Inspection(ABC):
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
         experts = find_unquantized(model) if self.config.quantization.is_quantized else None
+        bare = find_bare_layers(model, self.config.adapter) if self.config.adapter.use_peft else None
         text_config = model_config.get_text_config()
         beyond = describe_ids_beyond(text_config.vocab_size, text_config, generation_config)
-        for caution in filter(None, (find_dropped_modules(model, model_config), experts, beyond)):
+        for caution in filter(None, (find_dropped_modules(model, model_config), experts, bare, beyond)):
             report(f"warning: {caution}")
         needs_head = False if self.config.recipe == "reward" else None
         self.check_weights(report, "model_name_or_path", self.config.model, needs_head=needs_head)

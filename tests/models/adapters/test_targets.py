@@ -10,12 +10,20 @@ from transformers import (
     FalconMambaConfig,
     LongcatFlashConfig,
     PhimoeConfig,
+    Qwen3_5TextConfig,
     ZambaConfig,
 )
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.lora import add_adapter, check_layers, find_modules, find_targets, stores_transposed
+from recipes_lib.models.adapters.lora import (
+    add_adapter,
+    check_layers,
+    find_bare_layers,
+    find_modules,
+    find_targets,
+    stores_transposed,
+)
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
@@ -152,3 +160,14 @@ def test_transposed_weights_are_detected_for_gpt2_only():
     assert stores_transposed(build_model("gpt2"), AdapterConfig())
     assert not stores_transposed(build_model("llama"), AdapterConfig())
     assert build_model("gpt2").transformer.h[0].attn.c_attn.weight.shape == torch.Size([16, 48])
+
+
+@pytest.mark.parametrize(
+    ("names", "is_partial"), [(["q_proj", "v_proj"], True), (["o_proj", "out_proj"], False), (None, False)]
+)
+def test_targets_of_few_layers_are_cautioned_about(names, is_partial):
+    """Three of four layers of Qwen 3.5 have linear attention, whose projections have other names."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SMALL | {"num_hidden_layers": 4}, **HEADS))
+    caution = find_bare_layers(model, AdapterConfig(use_peft=True, lora_target_modules=names))
+    assert ("1 of 4 layers" in str(caution)) == is_partial

@@ -77,6 +77,13 @@ def test_only_adapter_is_trained_and_seed_initialises_it(tiny_model_dir, tmp_pat
     assert not other
 
 
+@pytest.mark.parametrize("layer", [[0], [0, 1]])
+def test_adapter_of_few_layers_is_warned_of(tiny_model_dir, tmp_path, caplog, layer):
+    names = [f"layers.{number}.mlp.up_proj" for number in layer]
+    load(tiny_model_dir, tmp_path, Setting(adapter=replace(FRESH, lora_target_modules=names)))
+    assert ("modules in 1 of 2 layers" in caplog.text) == (len(layer) == 1)
+
+
 def test_saved_adapter_is_trained_further(tiny_model_dir, tmp_path):
     folder = train_adapter(tiny_model_dir, tmp_path / "adapter")
     continued = AdapterConfig(use_peft=True, adapter_name_or_path=str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -443,6 +444,16 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
     linear = _find_linear(model)
     excluded = {*find_experts(model, linear), *_find_unsupported(model, linear)}
     return {path: module for path, module in linear.items() if path not in excluded}
+
+
+def find_bare_layers(model: PreTrainedModel, config: AdapterConfig) -> str | None:
+    """Return a caution if named targets miss layers: only each fourth layer of Qwen 3.5 has a `q_proj`."""
+    indices = {index[1] for path in find_targets(model, config) if (index := re.search(r"\.(\d+)\.", path))}
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if config.lora_target_modules is None or not 0 < len(indices) < num_layers:
+        return None
+    found = f"lora_target_modules: the names are those of modules in {len(indices)} of {num_layers} layers"
+    return f"{found}; without the key, all have an adapter"
 
 
 def _find_unsupported(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:

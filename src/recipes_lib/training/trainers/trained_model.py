@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, reported_at
-from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.adapters.lora import add_adapter, find_bare_layers
 from recipes_lib.models.adapters.saved import TaskType
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
 from recipes_lib.models.heads.loss_head import add_loss_head
@@ -22,6 +23,8 @@ from recipes_lib.models.quantization import build_quantization_config, check_qua
 from recipes_lib.models.vocabulary import VocabularyMap
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+logger = logging.getLogger(__name__)
 
 TEACHER = "teacher_model_name_or_path"
 """Key of the teacher's name or path."""
@@ -160,6 +163,8 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 def _finish(model: PreTrainedModel, config: RecipeConfig, args: TrainingArguments, task_type: TaskType) -> Any:
     finished: Any = model
     if config.adapter.use_peft:
+        if caution := find_bare_layers(model, config.adapter):
+            logger.warning(caution)
         finished = add_adapter(model, config.adapter, seed=args.seed, task_type=task_type)
     if getattr(args, "disable_dropout", False):
         disable_dropout(finished)
