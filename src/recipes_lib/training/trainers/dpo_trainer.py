@@ -26,8 +26,8 @@ from transformers import (
 from trl import DPOConfig
 
 from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
-from recipes_lib.data.pairs.preference_sets import PairData, PairRows
-from recipes_lib.data.store import find_root
+from recipes_lib.data.pairs.preference_sets import PairData
+from recipes_lib.data.store import Rows, find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem, reported_at
 from recipes_lib.losses.preference import (
     COMPARING,
@@ -405,7 +405,7 @@ def prepare_reference(
         objective.reference = freeze(copy.deepcopy(model))
     if not is_stored:
         return None, data
-    rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
+    rows: dict[str, Rows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
     rows |= {f"eval-{name}": pairs for name, pairs in data.eval_sets.items()}
     keys = [data.record["key"], *(record["key"] for record in data.record.get("eval_datasets", {}).values())]
     key = compute_reference_key(
