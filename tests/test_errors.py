@@ -23,6 +23,7 @@ from recipes_lib.errors import (
     merge_alike,
     raise_problems,
     suggest,
+    translate_exit_code,
 )
 
 
@@ -30,6 +31,11 @@ def test_problem_text_is_location_finding_and_remedy():
     problem = Problem("sft.yaml:3", "`learning_rat` is no key", "did you mean `learning_rate`?")
     assert str(problem) == "sft.yaml:3: `learning_rat` is no key\n    did you mean `learning_rate`?"
     assert str(Problem("--seed", "is missing")) == "--seed: is missing"
+
+
+@pytest.mark.parametrize(("code", "by_shells"), [(0, 0), (75, 75), (-9, 137), (-15, 143)])
+def test_signal_is_translated_to_exit_code_of_shells(code, by_shells):
+    assert translate_exit_code(code) == by_shells
 
 
 def test_error_message_lists_every_problem():

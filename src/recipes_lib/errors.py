@@ -29,6 +29,12 @@ STATUSES: Final = {
 }
 """Exit code of a run -> status in ``run.json``: ``torchrun`` itself exits with 1 whatever its processes returned."""
 
+
+def translate_exit_code(code: int) -> int:
+    """Return the exit code of a child process as shells report it: 128 plus the number of the signal that ended it."""
+    return code if code >= 0 else 128 - code
+
+
 _FILE_ERRORS: Final = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, mode and mount options")

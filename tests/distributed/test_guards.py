@@ -50,7 +50,7 @@ def test_rollback_is_exact_and_matches_one_process(reports, tiny_model_dir, tmp_
         assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
     assert ranks[0]["spike"]["steps"][-11:] == ranks[0]["without skipped rows"]["steps"][-11:]
     one = spiking.run_cell(tiny_model_dir, tmp_path, ONE | {"guards": {"max_rollbacks": 1}})
-    assert read_rollbacks(tmp_path).made[0].skipped == read_rollbacks(output_dir / "spike").made[0].skipped
+    assert read_rollbacks(tmp_path)[0].skipped == read_rollbacks(output_dir / "spike")[0].skipped
     for expected, got in zip(one["steps"], ranks[0]["spike"]["steps"], strict=True):
         assert got == pytest.approx(expected, rel=1e-3)
 
@@ -67,7 +67,7 @@ def test_rollback_of_sharded_weights_is_exact(tiny_model_dir, tmp_path, save_ste
     }
     for report in run_sharded(tiny_model_dir, tmp_path, cells):
         assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
-    (made,) = read_rollbacks(tmp_path / "spike").made
+    (made,) = read_rollbacks(tmp_path / "spike")
     assert made.back_to == back_to
     assert (tmp_path / "spike" / "checkpoint-36" / "optimizer_shards").is_dir()
 

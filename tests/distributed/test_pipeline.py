@@ -77,7 +77,7 @@ def test_resumed_run_reproduces_weights(two: tuple[Path, Any]) -> None:
 
 def test_rollback_reproduces_run_without_skipped_rows(two: tuple[Path, Any]) -> None:
     folder, _ = two
-    (made,) = read_rollbacks(folder / "spike").made
+    (made,) = read_rollbacks(folder / "spike")
     assert (made.step, made.back_to, made.skipped) == (sharding.SPIKE_STEP, 1, sharding.SKIPPED_ROWS)
     weights, expected = (read_weights(folder / name) for name in ("spike", "without skipped rows"))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

@@ -70,7 +70,7 @@ def test_checkpoint_is_resumed_in_both_layouts(inputs: Path, runs: Path, tmp_pat
 
 
 def test_rollback_to_beginning_reproduces_weights(runs: Path) -> None:
-    (made,) = read_rollbacks(runs / "four" / "spike").made
+    (made,) = read_rollbacks(runs / "four" / "spike")
     assert (made.back_to, made.skipped) == (0, sharding.SKIPPED_ROWS)
     weights, expected = (read_weights(runs / "four" / name) for name in ("spike", "without skipped rows"))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

@@ -36,7 +36,7 @@ from recipes_lib.publish.card import write_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
-from recipes_lib.training.guards.replay_check import Rollback, Rollbacks, read_rollbacks
+from recipes_lib.training.guards.replay_check import Rollback, read_rollbacks, write_rollbacks
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch_file
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
@@ -134,7 +134,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.write({"kind": "eval", "step": 3, "eval_loss": 1.0})
     sample = {"step": 3, "prompt": "1?", "completion": "1.", "reference": "1.", "is_finished": True}
     (run.output_dir / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    Rollbacks((Rollback(2, "the loss", 1, (0, 4), (1, 2)),)).write(run.output_dir)
+    write_rollbacks(run.output_dir, [Rollback(2, "the loss", 1, (0, 4), (1, 2))])
     adapter = {"task_type": "CAUSAL_LM", "base_model_name_or_path": str(folder / "model"), "peft_type": "LORA", "r": 4}
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     (folder / "reward_scale.json").write_text(json.dumps({"mean": 0.5, "std": 2.0}))

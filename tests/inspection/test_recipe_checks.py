@@ -237,7 +237,7 @@ def test_reward_model_from_which_no_critic_can_start_is_reported(check_ppo, tiny
     adapter.mkdir()
     record = {"peft_type": "LORA", "task_type": "SEQ_CLS", "base_model_name_or_path": str(tiny_model_dir)}
     (adapter / "adapter_config.json").write_text(json.dumps(record))
-    for name, found in ((larger, "the critic has a vocabulary of 600 tokens"), (adapter, "which is an adapter")):
+    for name, found in ((larger, "has a vocabulary of 600 tokens"), (adapter, "which is an adapter")):
         problems, _ = check_ppo(reward_model_name_or_path=name)
         assert [problem.where for problem in problems if found in problem.found] == ["critic_model_name_or_path"]
         problems, _ = check_ppo(reward_model_name_or_path=name, critic_model_name_or_path=tiny_model_dir)

@@ -55,7 +55,7 @@ GROUPS = {"reward_funcs": "[recipes_lib.rl.verifiers:final_number]", "bf16": Fal
     [
         ("sft", CHATS, {"router_aux_loss_coef": 0.1}, "LlamaForCausalLM is no mixture of experts"),
         ("sft", CHATS, {"ewc_lambda": 1.0}, "has no Fisher information"),
-        ("sft", CHATS, {"metrics": "[nothing:at_all]"}, "importing 'nothing' failed"),
+        ("sft", CHATS, {"metrics": "[nothing:at_all]"}, "importing 'nothing:at_all' failed: ModuleNotFound"),
         ("sft", CHATS, {"sample_prompts": f'["{"word " * 600}"]'}, "more than the 512 positions of the model"),
         ("sft", CHATS, {"hardware": "fp8", "torch_compile": False}, "fp8 without torch.compile is slower"),
         ("dpo", PAIRS, {"ref_model_name_or_path": "OTHER"}, "a vocabulary of 600 tokens and the policy one of 512"),

@@ -8,7 +8,7 @@ import pytest
 from tests.recipes.preferences import make_rows, read_record, run_here, write_config
 from tests.rows import read_events, write_rows
 from tests.training.pairs import perturb_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -61,17 +61,25 @@ def test_one_or_two_rows_train(recipe, tmp_path, tiny_model_dir, num_rows):
     assert len(read_events(tmp_path / "a run")) == 2
 
 
-def test_reference_with_other_vocabulary_is_rejected(recipe, tmp_path, tiny_model_dir, capsys):
+@pytest.mark.parametrize(
+    ("kind", "keys", "found"),
+    [
+        (LlamaConfig, {"vocab_size": 600}, "has a vocabulary of 600 tokens and the policy one of 512"),
+        (MistralConfig, {"sliding_window": 4}, "does not support the batch layout of the policy: a mistral model sees"),
+    ],
+)
+def test_reference_with_other_vocabulary_or_layout_is_rejected(
+    recipe, tmp_path, tiny_model_dir, capsys, kind, keys, found
+):
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=600, **shape)).save_pretrained(tmp_path / "other")
+    config = kind(**{"vocab_size": 512, "num_key_value_heads": 2, **shape, **keys})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     data = write_rows(tmp_path / "pairs.jsonl", make_rows())
     config = write_config(tmp_path, tiny_model_dir, data, ref_model_name_or_path=str(tmp_path / "other"))
     assert run_here(recipe, config) == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "ref_model" in text)
     error = capsys.readouterr().err
-    assert error.startswith(
-        f"{config}:{line}: {tmp_path / 'other'} has a vocabulary of 600 tokens and the policy one of 512"
-    )
+    assert f"{config}:{line}: {tmp_path / 'other'} {found}" in error
 
 
 def test_unreadable_reference_is_rejected_at_its_key(recipe, tmp_path, tiny_model_dir, capsys):

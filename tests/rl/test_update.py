@@ -170,18 +170,19 @@ def test_every_minibatch_of_every_epoch_updates_both_learners(build):
 
 
 @pytest.mark.parametrize("name", ["policy", "critic"])
-@pytest.mark.parametrize(("num_steps", "num_updates"), [(30, 10), (6, 2)])
-def test_updates_that_change_nothing_end_the_run(build, name, num_steps, num_updates):
-    updater, rollout = build(ONE_STEP, max_steps=num_steps, warmup_steps=1, lr_scheduler_type="linear")
+@pytest.mark.parametrize(("num_steps", "warmup", "num_updates"), [(30, 1, 10), (6, 1, 2), (30, 15, 10)])
+def test_updates_that_change_nothing_end_the_run(build, name, num_steps, warmup, num_updates):
+    updater, rollout = build(ONE_STEP, max_steps=num_steps, warmup_steps=warmup, lr_scheduler_type="linear")
     learner = updater.learners[name]
     learner.optimizer.step = lambda: None
     update_learner = getattr(updater, f"update_{name}")
     flat = dataclasses.replace(rollout, advantages=rollout.advantages * 0, returns=rollout.values)
-    for iteration in range(3 + num_updates):
-        # In the first step the learning rate is 0, and in the next three there is no gradient.
-        update_learner(flat if 0 < iteration < 4 else rollout, iteration)
+    last = warmup + 2 + num_updates
+    for iteration in range(last):
+        # The updates of the warm-up may be rounded to 0, and in the next three steps there is no gradient.
+        update_learner(flat if warmup <= iteration < warmup + 3 else rollout, iteration)
     with pytest.raises(DivergedError, match=f"{num_updates} updates of the {name} changed none of"):
-        update_learner(rollout, 3 + num_updates)
+        update_learner(rollout, last)
 
 
 def test_weight_decay_excludes_vectors(build):

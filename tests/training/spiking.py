@@ -80,7 +80,7 @@ class SpikeOnce:
         self._step = step
 
     def __call__(self, loss: float, grad_norm: float, kind: str) -> Spike | None:
-        is_due = self._trainer.state.global_step + 1 == self._step and not self._trainer.guard.rollbacks.made
+        is_due = self._trainer.state.global_step + 1 == self._step and not self._trainer.guard.rollbacks
         return Spike("loss", loss, 0.0, 0.0) if is_due else None
 
 

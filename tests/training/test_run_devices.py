@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.test_run import BATCH, ONE, TWO, finish, make_config
+from tests.training.test_run import BATCH, ONE, TWO, finish, make_config, write_checkpoint
 from torch.utils.data import DataLoader
 
 from recipes_lib.errors import ConfigError
@@ -50,6 +50,13 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
         start_run(make_config(tmp_path / name, use_cpu=by_recipe), launch)
         assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
         assert "idle" not in logged
+
+
+def test_checkpoint_of_deepspeed_is_refused_without_it(tmp_path):
+    start_run(make_config(tmp_path, **BATCH), ONE)
+    write_checkpoint(tmp_path, 5, **BATCH, engine="DEEPSPEED")
+    with pytest.raises(ConfigError, match="checkpoint-5: was written under DEEPSPEED"):
+        start_run(make_config(tmp_path, **BATCH), ONE)
 
 
 @pytest.mark.parametrize("finished", [True, False])

@@ -111,7 +111,7 @@ def plan(argv: Sequence[str]) -> None:
 
 def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     """Return a summary, line by line: removals per step, warnings, counts and paths."""
-    from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+    from recipes_lib.data.sources.mixtures import REPEATED
 
     steps = manifest["steps"]
     lines = [
@@ -122,8 +122,7 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
     lines += [f"warning: not read: {note}" for note in manifest["notes"]]
     for source in manifest["sources"]:
         if source["too_often"]:
-            found = f"{source['epochs']:g} epochs of {source['label']}"
-            lines.append(f"warning: {found}; above {MAX_EPOCHS}, repeated tokens help little")
+            lines.append(f"warning: {source['epochs']:g} epochs of {source['label']}; {REPEATED}")
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(

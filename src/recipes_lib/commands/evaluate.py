@@ -14,7 +14,7 @@ from typing import Any, Final
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import exit_after_help
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, verify_extra
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, translate_exit_code, verify_extra
 from recipes_lib.files import LOCK_FILE, find_record, is_locked, link_or_copy, read_record, replace_record
 from recipes_lib.quantities import pluralize
 
@@ -121,8 +121,7 @@ def watch(argv: Sequence[str]) -> int:
             sys.stdout.write(f"{checkpoint.name}\n")
             sys.stdout.flush()
             if code := _evaluate_checkpoint(checkpoint, folder, given):
-                # The convention of shells for a process that a signal has ended, such as that of the OOM killer.
-                code = code if code > 0 else 128 - code
+                code = translate_exit_code(code)  # Such as 137 after SIGKILL by the OOM killer.
                 sys.stderr.write(f"{checkpoint.name}: its evaluation ended with exit code {code}\n")
                 return code
             if (folder / "eval.json").is_file():

@@ -29,6 +29,7 @@ from recipes_lib.errors import (
     STATUSES,
     ConfigError,
     Problem,
+    translate_exit_code,
 )
 from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
@@ -290,8 +291,7 @@ def run_processes(arguments: Sequence[str]) -> int:
         code = min(
             failed.failures.values(), key=lambda failure: (failure.exitcode not in _CAUSES, failure.timestamp)
         ).exitcode
-        # The convention of shells for a process that a signal has ended.
-        return code if code > 0 else 128 - code
+        return translate_exit_code(code)
     return EXIT_DONE
 
 

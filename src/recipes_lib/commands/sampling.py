@@ -16,7 +16,7 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.settings import is_local
-from recipes_lib.config.values import read_constants
+from recipes_lib.config.values import split_import_path
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import (
@@ -348,11 +348,11 @@ def _identify_function(path: str) -> list[str]:
 
     Its files, such as a judge's prompt, are the arguments of its factory that are paths.
     """
-    target, opened, arguments = path.partition("(")
-    given = read_constants(f"f({arguments}").values() if opened else ()
+    module, _, arguments = split_import_path(path)
+    given = (arguments or {}).values()
     found = [hash_file(Path(value)) for value in given if is_local(value) and Path(value).is_file()]
     with suppress(OSError, TypeError):
-        found.append(inspect.getsource(sys.modules[target.partition(":")[0].removesuffix(".py")]))
+        found.append(inspect.getsource(sys.modules[module.removesuffix(".py")]))
     return found
 
 

@@ -476,13 +476,18 @@ def _texts(node: yaml.Node) -> list[str]:
     return [text for child in children for text in _texts(child)]
 
 
-def read_constants(text: str) -> dict[str, Any]:
-    """Return the keyword arguments of a call such as ``factory(name=1)``; they must be literals.
+def split_import_path(path: str) -> tuple[str, str, dict[str, Any] | None]:
+    """Return module, name and arguments of ``package.module:name(argument=1)``; ``None`` without parentheses.
 
     Raises:
-        ValueError: The text is not a call of a plain name with literal keyword arguments only.
+        ValueError: The arguments are not literals by name.
+        SyntaxError: They are no Python.
     """
-    match ast.parse(text, mode="eval").body:
+    target, opened, arguments = path.partition("(")
+    module, _, name = target.partition(":")
+    if not opened:
+        return module, name, None
+    match ast.parse(f"f({arguments}", mode="eval").body:
         case ast.Call(func=ast.Name(), args=[], keywords=given) if all(keyword.arg for keyword in given):
-            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in given}
+            return module, name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in given}
     raise ValueError("write name=value between the parentheses")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -36,6 +36,14 @@ _BEAT_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SECONDS_TO_START = 120.0
 _DEFAULT_ROOT = "~/.cache/recipes_lib/prepared"
+
+
+class Rows(Protocol):
+    """Protocol of rows with random access, such as a ``datasets.Dataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from recipes_lib.data.packed.collators import find_targets
 from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.data.store import (
     PreparedSet,
+    Rows,
     compute_key,
     explain_disk_errors,
     find_root,
@@ -33,7 +34,6 @@ from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import choose_teacher, find_commit, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
-from recipes_lib.training.evaluation.held_out import Rows
 from recipes_lib.training.trainers.trained_model import TEACHER, freeze
 
 FORMAT: Final = 1

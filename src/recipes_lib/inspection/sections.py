@@ -346,7 +346,6 @@ class Inspection(ABC):
         from recipes_lib.planning.compute import build_on_meta, find_dtype
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import (
-            format_group,
             plan_groups,
             verify_optimizer,
             warn_of_rounding,
@@ -360,7 +359,7 @@ class Inspection(ABC):
             configure_router_loss(model, coefficient, self.launch, by_default=self.balances_experts)
             if not self.config.adapter.use_peft:
                 for row in plan_groups(model, self.config):
-                    report(f"{format_group(row)}: {', '.join(row.parameters)}")
+                    report(f"{row}: {', '.join(row.parameters)}")
                 dtypes = [find_dtype(self.model_config, self.config.model.dtype)]
                 optim, arguments = str(self.config.read("optim")), self.config.read("optim_args")
                 for warning in warn_of_rounding(dtypes, optim, arguments):

@@ -121,6 +121,17 @@ def build_model_config(
     return model_config
 
 
+def find_other_vocabulary(config: ModelConfig, policy: PreTrainedConfig) -> str:
+    """Return how the vocabulary size of a model differs from the policy's; empty if it does not.
+
+    Raises:
+        ConfigError: As ``load_model_config``.
+    """
+    size, own = (each.get_text_config().vocab_size for each in (load_model_config(config)[0], policy))
+    found = f"{config.model_name_or_path} has a vocabulary of {size:,} tokens and the policy one of {own:,}"
+    return "" if size == own else found
+
+
 def start_causal_lm(
     config: ModelConfig,
     model_config: PreTrainedConfig,

@@ -33,6 +33,7 @@ from recipes_lib.errors import (
     PreemptedError,
     Problem,
     suggest,
+    translate_exit_code,
 )
 from recipes_lib.files import (
     explain_write_errors,
@@ -394,8 +395,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
         raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
     if is_terminated and code == -signal.SIGTERM:  # A program without a handler.
         return EXIT_PREEMPTED
-    # The convention of shells for a process that a signal has ended.
-    return code if code >= 0 else 128 - code
+    return translate_exit_code(code)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.models.activation_checkpointing import enable_checkpointing
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
+from recipes_lib.models.architecture import find_other_vocabulary
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -291,11 +292,8 @@ def verify_critic(config: RecipeConfig, policy_config: PreTrainedConfig) -> None
     else:
         key = "critic_model_name_or_path" if config.critic.critic_model_name_or_path else "reward_model_name_or_path"
         with reported_at(config.locate(key)):
-            settings, _ = load_model_config(source)
-        size, own = (each.get_text_config().vocab_size for each in (settings, policy_config))
-        if size != own:
-            found = f"the critic has a vocabulary of {size:,} tokens and the policy one of {own:,}"
-            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+            found = find_other_vocabulary(source, policy_config)
+        remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
     if found:
         raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.values import read_constants
+from recipes_lib.config.values import split_import_path
 from recipes_lib.errors import escape_controls
 from recipes_lib.processes import count_cores
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -51,13 +51,12 @@ def find_function(path: str) -> Callable[..., Any]:
     Raises:
         ImportError: A package that the function needs is not installed.
         TypeError: The imported object is not callable.
-        ValueError: The parentheses contain anything but constants by name.
+        ValueError: As ``split_import_path``, as SyntaxError.
     """
     # Python searches the script's folder, not the working directory; appended last, it shadows no installed package.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    target, opened, arguments = path.partition("(")
-    module_name, _, name = target.partition(":")
+    module_name, name, arguments = split_import_path(path)
     if module_name == _OF_TRL and name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
     # `rewards.py:score` is the function of a file in the working directory.
@@ -67,8 +66,8 @@ def find_function(path: str) -> Callable[..., Any]:
         file = getattr(module, "__file__", "built-in")
         raise AttributeError(f"module {module.__name__!r} ({file}) has no attribute {name!r}")
     found: Callable[..., Any] = getattr(module, name)
-    if opened:
-        found = found(**read_constants(f"f({arguments}"))
+    if arguments is not None:
+        found = found(**arguments)
     if not callable(found):
         raise TypeError(f"{name} is not a function")
     return _give_chats(found) if module_name == _OF_TRL else found

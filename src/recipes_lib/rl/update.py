@@ -157,7 +157,7 @@ class Learner:
         self.layout = choose_learner_layout(model)
         # Until an update has changed one: of 16-bit weights, all small updates are rounded to 0.
         self._initial = sample_weights(parameters)
-        self._num_updates = 0
+        self._num_updates, self._num_warmup_steps = 0, schedule.num_warmup_steps
         self._max_norm = args.max_grad_norm
         groups = group_by_decay(parameters, set(get_decay_names(model, decay_embeddings=True)), args.weight_decay)
         schedule_options: Any = args.lr_scheduler_kwargs
@@ -201,16 +201,16 @@ class Learner:
         check(norm=norm)
         clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
-        if self._initial and norm and self.learning_rate:
+        if self._initial and norm and self.scheduler.last_epoch >= self._num_warmup_steps:
             self._verify_changed()
         self.discard()
         return norm
 
     def _verify_changed(self) -> None:
-        """Verify that the first updates with a gradient change a weight; every process must call.
+        """Verify that the first updates with a gradient after the warm-up change a weight; every process must call.
 
         Raises:
-            DivergedError: ``MAX_STEPS`` updates, or all of the run, have changed no sampled element on any process.
+            DivergedError: ``MAX_STEPS`` of them, or all of the run, have changed no sampled element on any process.
         """
         self._num_updates += 1
         if is_any(bool(list_changed(self._initial, self.parameters))):

@@ -248,7 +248,7 @@ class Run:
         }
         # Files that were changed or moved meanwhile must not replace the final status of the run by an error.
         with suppress(DataError):
-            summary["rollbacks"] = [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]
+            summary["rollbacks"] = [asdict(rollback) for rollback in read_rollbacks(self.output_dir)]
         # A deleted local folder is looked up as a Hub id, which is invalid (``HFValidationError``, a ``ValueError``).
         with suppress(ValueError):
             summary["model_commit"] = find_commit(str(model.model_name_or_path), model.model_revision)

@@ -118,6 +118,10 @@ def test_content_written_in_parts_is_located() -> None:
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}" + PROMPT,
             "writes nothing for message 1",
         ),
+        (
+            LOOP.replace("{{ m.content }}", "{{ m.content if m.content in ('question', 'reply') }}"),
+            "writes no generation prompt, and no answer where one was expected",
+        ),
         ("{{ messages[1].content }}<|im_end|>", "does not loop over the messages"),
         ("{% generation %}{{ messages[1].content }}<|im_end|>{% endgeneration %}", "does not loop over the messages"),
         (LOOP + "{% generation %}{% endgeneration %}" + PROMPT, "message 1 has no {% generation %} block"),

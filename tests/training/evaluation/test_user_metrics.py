@@ -92,8 +92,8 @@ def test_metric_of_taken_name_is_rejected(user_module: str, names: list[str], ta
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [
-        ("user_scores", "not an import path", "package.module:Class"),
-        ("user_scores:", "not an import path", "package.module:Class"),
+        ("user_scores:Plain(1)", "write name=value between the parentheses", "correct it"),
+        ("user_scores:Plain(", "SyntaxError", "correct it"),
         ("not_a_module:Thing", "No module named 'not_a_module'", "PYTHONPATH"),
         ("broken_scores:Thing", "a_package_that_is_not_there", "install"),
         ("user_scores:Absent", "missing", "subclass of evaluate.Metric"),

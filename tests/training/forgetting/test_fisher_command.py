@@ -99,6 +99,14 @@ def test_pretraining_documents_are_not_packed(tmp_path: Path, tiny_model_dir: Pa
     assert read_record(run)["num_documents"] == 5
 
 
+def test_run_from_random_weights_needs_trained_model(tmp_path: Path, tiny_model_dir: Path) -> None:
+    documents = write_documents(tmp_path / "documents.jsonl")
+    keys = {"model_config": '{"model_type": "llama"}', "tokenizer_name_or_path": tiny_model_dir}
+    keys |= {"dataset_name": documents, "output_dir": tmp_path / "run", "max_length": 32, "max_steps": 4}
+    with pytest.raises(ConfigError, match="has no model yet"):
+        fisher.main(["--recipe=pretrain", *make_flags(tmp_path, **keys)])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "finite number >= 1")]
 )

@@ -9,9 +9,10 @@ from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.replay_check import (
     ROLLBACKS_FILE,
     Rollback,
-    Rollbacks,
+    find_skips,
     find_step_before,
     read_rollbacks,
+    write_rollbacks,
 )
 
 FIRST = Rollback(step=27, cause="loss 5", back_to=25, skipped=(50, 58), steps=(26, 29))
@@ -19,9 +20,9 @@ SECOND = Rollback(step=31, cause="loss 6", back_to=25, skipped=(58, 66), steps=(
 
 
 def test_rollbacks_round_trip(tmp_path):
-    assert read_rollbacks(tmp_path) == Rollbacks()
-    Rollbacks((FIRST, SECOND)).write(tmp_path)
-    assert read_rollbacks(tmp_path) == Rollbacks((FIRST, SECOND))
+    assert read_rollbacks(tmp_path) == []
+    write_rollbacks(tmp_path, [FIRST, SECOND])
+    assert read_rollbacks(tmp_path) == [FIRST, SECOND]
     assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
 
 
@@ -34,17 +35,17 @@ def test_invalid_file_is_rejected(tmp_path, skipped):
 
 
 def test_failed_write_keeps_old_file(tmp_path, monkeypatch):
-    Rollbacks((FIRST,)).write(tmp_path)
+    write_rollbacks(tmp_path, [FIRST])
     monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b'[{"step"') and 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        Rollbacks((FIRST, SECOND)).write(tmp_path)
-    assert read_rollbacks(tmp_path) == Rollbacks((FIRST,))
+        write_rollbacks(tmp_path, [FIRST, SECOND])
+    assert read_rollbacks(tmp_path) == [FIRST]
 
 
 def test_second_rollback_is_numbered_after_first():
-    assert Rollbacks((FIRST,)).skips.ranges == ((50, 58),)
+    assert find_skips([FIRST]).ranges == ((50, 58),)
     # Rows 58 to 65 of the run are rows 66 to 73 of the data, because 8 are skipped before them.
-    assert Rollbacks((FIRST, SECOND)).skips.ranges == ((50, 58), (66, 74))
+    assert find_skips([FIRST, SECOND]).ranges == ((50, 58), (66, 74))
 
 
 def test_find_step_before_skips_recent_and_incomplete(tmp_path):

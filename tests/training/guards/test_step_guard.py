@@ -18,7 +18,8 @@ from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints.manifest import find_last_complete, is_complete, supersede
-from recipes_lib.training.guards.replay_check import Rollbacks, read_rollbacks
+from recipes_lib.training.guards import step_guard
+from recipes_lib.training.guards.replay_check import read_rollbacks, write_rollbacks
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED
 from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuard
 
@@ -39,7 +40,7 @@ def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path, keys
     keys = keys | {"max_steps": 31}
     trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO_ROLLBACKS, **keys)
     trainer.train()
-    (rollback,) = read_rollbacks(tmp_path / "run").made
+    (rollback,) = read_rollbacks(tmp_path / "run")
     assert (rollback.step, rollback.steps, rollback.back_to) == (27, (26, 29), 25)
     (event,) = read_events(tmp_path / "run", "rollback")
     assert event["step"] == 27
@@ -100,7 +101,7 @@ def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, 
 
     with monkeypatch.context() as patch:
         if moment == "after renaming":
-            patch.setattr(Rollbacks, "write", die)
+            patch.setattr(step_guard, "write_rollbacks", die)
         elif moment == "after recording":
             patch.setattr(StepGuard, "_go_back", die_after_writing)
         else:
@@ -108,9 +109,7 @@ def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, 
             patch.setattr(
                 killed.guard,
                 "check_step",
-                lambda norm: (
-                    die() if killed.guard.rollbacks.made and killed.state.global_step == 6 else check_step(norm)
-                ),
+                lambda norm: die() if killed.guard.rollbacks and killed.state.global_step == 6 else check_step(norm),
             )
         with pytest.raises(Killed):
             killed.train()
@@ -126,7 +125,7 @@ def test_kill_during_rollback_resumes_bit_identically(tiny_model_dir, tmp_path, 
 
 def die_after_writing(guard, rollback):
     supersede(guard._output_dir, after_step=rollback.back_to)
-    Rollbacks((rollback,)).write(guard._output_dir)
+    write_rollbacks(guard._output_dir, [rollback])
     raise Killed
 
 
@@ -148,7 +147,7 @@ def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkey
             monkeypatch.setattr(SpikeMonitor, "find_spike", lambda *_: None)
         # Those of an earlier run in the folder are not of this one.
         (tmp_path / name).mkdir(exist_ok=True)
-        Rollbacks().write(tmp_path / name)
+        write_rollbacks(tmp_path / name, [])
         trainer.train()
         assert not (tmp_path / name / "rollbacks.json").exists()
         steps.append(recorder.steps)
@@ -161,7 +160,7 @@ def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkey
 def test_spike_before_first_checkpoint_rolls_back_to_step_0(tiny_model_dir, tmp_path):
     trainer = make_spiking_trainer(tiny_model_dir, tmp_path / "run", spike_step=4, save_steps=100)
     trainer.train()
-    assert read_rollbacks(tmp_path / "run").made[0].back_to == 0
+    assert read_rollbacks(tmp_path / "run")[0].back_to == 0
     rows = [row for row in range(40) if not 4 <= row < 12]  # Without those of steps 3 to 6.
     reference, _ = train_on_rows(tiny_model_dir, tmp_path / "other", make_spiking_packs(40), rows, max_steps=8)
     assert_equal_weights(weights_of(trainer), weights_of(reference))
@@ -264,7 +263,7 @@ def test_rollback_skips_preference_pairs(tiny_model_dir, tmp_path):
     trainer.guard._keys = TWO_ROLLBACKS
     trainer.guard._monitor.find_spike = SpikeOnce(trainer, 4)
     trainer.train()
-    assert read_rollbacks(tmp_path / "run").made[0].steps == (3, 6)
+    assert read_rollbacks(tmp_path / "run")[0].steps == (3, 6)
     remaining = pairs.select([row for row in range(48) if not 8 <= row < 24])
     reference, other = make_pair_trainer(tiny_model_dir, tmp_path / "other", remaining, **keys)
     reference.train()
@@ -287,7 +286,7 @@ def test_rollback_skips_pretraining_rows(tiny_tokenizer_dir, tmp_path, monkeypat
     rollback_keys = {"save_strategy": "steps", "save_steps": 5, "max_rollbacks": 1}
     config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, **rollback_keys)
     pretraining.run_recipe(config, monkeypatch)
-    (rollback,) = read_rollbacks(tmp_path / "out").made
+    (rollback,) = read_rollbacks(tmp_path / "out")
     assert (rollback.back_to, rollback.steps, rollback.skipped) == (5, (6, 9), (20, 36))
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert record["status"] == "done"

@@ -22,7 +22,6 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.training.optim.optimizers import (
     build_muon,
     describe_groups,
-    format_group,
     get_decay_names,
     plan_groups,
     verify_optimizer,
@@ -390,6 +389,6 @@ def test_planned_groups_equal_built_groups(tiny_model_dir, tmp_path, optim, deca
     built = describe_groups(optimizer, model)
     names = [row.optimizer for row in built] if optim == "muon" else [optim] * len(built)
     assert planned == [replace(row, optimizer=name) for row, name in zip(built, names, strict=True)]
-    line = format_group(planned[0])
+    line = str(planned[0])
     assert f"{planned[0].num_parameters:,} parameters in {planned[0].num_tensors} tensors" in line
     assert "rate 1.0e-03" in line

@@ -10,6 +10,7 @@ from tests.training.pretraining import build_config, write_documents
 from transformers import AutoTokenizer
 
 from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.errors import ConfigError
 from recipes_lib.training.trainers.pretraining_rows import build_rows
 
 
@@ -79,3 +80,9 @@ def test_source_names_are_shortened_if_unique(build, tmp_path) -> None:
     assert list(rows.epochs) == [names[0], names[1], "other"]
     drawn = np.bincount([rows.train[at]["source"] for at in range(len(rows.train))])
     assert drawn.max() - drawn.min() <= 1
+
+
+def test_held_out_set_with_name_of_source_is_refused(build, tmp_path) -> None:
+    sets = {"documents": {"name": str(write_documents(tmp_path / "more.jsonl", 20))}}
+    with pytest.raises(ConfigError, match="`eval_datasets` has a set 'documents', which is also the name of rows"):
+        build(test_split_size=0.2, eval_datasets=sets, allow_eval_overlap=True)

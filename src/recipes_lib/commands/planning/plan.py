@@ -23,7 +23,7 @@ from recipes_lib.commands.planning import plan_search
 from recipes_lib.commands.planning.plan_search import PlannedRun
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.planning import compute
@@ -337,7 +337,7 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
     shares = share_tokens(config, num_tokens, compute_weights(config, known))
     for entry, share, size in zip(entries, shares, known, strict=True):
         epochs = share / size
-        warning = f"; above {MAX_EPOCHS}, repeated tokens help little" if epochs > MAX_EPOCHS else ""
+        warning = f"; {REPEATED}" if epochs > MAX_EPOCHS else ""
         yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
 
 

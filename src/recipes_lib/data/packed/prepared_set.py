@@ -423,7 +423,7 @@ class PreparedRows:
 
 
 TrainedSet = tuple[RecipeConfig, PreparedSet]
-Rows = TypeVar("Rows", bound=PreparedRows)
+AnyRows = TypeVar("AnyRows", bound=PreparedRows)
 
 
 def open_set(
@@ -470,10 +470,10 @@ def open_set(
 
 def add_eval_sets(
     config: RecipeConfig,
-    data: Rows,
+    data: AnyRows,
     prepare: Callable[[RecipeConfig], PreparedSet],
     trained: Sequence[TrainedSet],
-) -> Rows:
+) -> AnyRows:
     """Return the data of a run, completed by the rows of its ``eval_datasets``.
 
     Args:

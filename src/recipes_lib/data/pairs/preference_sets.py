@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ from recipes_lib.data.packed.supervision_audit import (
 )
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.sources.splits import compute_digests, count_duplicates
-from recipes_lib.data.store import PreparedSet
+from recipes_lib.data.store import PreparedSet, Rows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
 if TYPE_CHECKING:
@@ -308,14 +308,6 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
     return read_batches(len(side.examples), read)
 
 
-class PairRows(Protocol):
-    """Pairs with random access, such as a ``datasets.Dataset`` with the columns of ``prepare_pairs``."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairData(PreparedRows):
     """Pairs in the order of the dataset, with statistics; lengths are those of a prompt with one answer.
@@ -394,7 +386,7 @@ class UnfinishedAnswers:
     functions of the seed and the index of the pair, equal in every epoch.
     """
 
-    def __init__(self, pairs: PairRows, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> None:
+    def __init__(self, pairs: Rows, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> None:
         """Wrap pairs, which are read on demand.
 
         Args:

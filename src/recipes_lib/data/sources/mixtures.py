@@ -22,6 +22,8 @@ from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
 MAX_EPOCHS: Final = 4
 """Epochs up to which repeated data are almost as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
+REPEATED: Final = f"above {MAX_EPOCHS}, repeated tokens help little"
+"""Reason of a warning about more epochs."""
 
 
 def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import DataConfig, RecipeConfig
-from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import read_record, verify_fields
@@ -228,5 +228,4 @@ def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: Prepared
 def find_replay_warning(record: Mapping[str, Any]) -> list[str]:
     """Return a warning if replayed rows are repeated too often; ``record`` is ``PreparedRows.record``."""
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
-    found = f"replayed rows are read {passes:.1f} times an epoch"
-    return [f"{found}; beyond {MAX_EPOCHS} repeated tokens improve the model little"] if passes > MAX_EPOCHS else []
+    return [f"replayed rows are read {passes:.1f} times an epoch; {REPEATED}"] if passes > MAX_EPOCHS else []

@@ -117,9 +117,7 @@ class HostCopy:
             *states: Nested mappings and sequences of tensors; of a ``DTensor`` only the local shard is copied.
             num_copies: Number of processes on this machine that make a copy of this size.
         """
-        # Keyed by identity, because tied weights are copied once.
-        tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
-        shards = [get_local(tensor) for tensor in tensors]
+        shards = [get_local(tensor) for tensor in list_tensors(*states)]
         kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
         if kinds:
             return f"states of type {min(kinds)} cannot be copied"
@@ -148,6 +146,11 @@ class HostCopy:
 def iterate_tensors(state: Any) -> Iterator[Tensor]:
     """Yield every tensor in nested dictionaries and sequences, in order."""
     return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+
+
+def list_tensors(*states: Any) -> list[Tensor]:
+    """Return the tensors in nested states, each tensor object once, as tied weights are copied once."""
+    return list({id(tensor): tensor for tensor in iterate_tensors(states)}.values())
 
 
 def is_adapter(model: nn.Module) -> bool:
@@ -204,8 +207,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 def count_bytes(*states: Any) -> int:
     """Return the total bytes of all tensors in nested states, each tensor object counted once."""
-    tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in list_tensors(*states))
 
 
 def describe_dry_run(size: int, seconds: float, plan: DiskPlan) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import compute_token_byte_lengths
+from recipes_lib.data.store import Rows
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.heads.scoring import read_positions
@@ -22,7 +23,7 @@ from recipes_lib.models.parallel.tensor_parallel import find_data_group
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token
 from recipes_lib.planning.devices import peak_flops
-from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs, Rows
+from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.task_scores import build_task_scores
 from recipes_lib.training.evaluation.user_metrics import load_metrics

@@ -7,11 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from accelerate.utils import send_to_device
 from torch import Tensor, distributed, nn
 
+from recipes_lib.data.store import Rows
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
@@ -19,14 +20,6 @@ from recipes_lib.training.guards.preemption import stop_if_agreed
 from recipes_lib.training.monitoring.metrics import read_together
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
-
-
-class Rows(Protocol):
-    """Protocol of a map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:

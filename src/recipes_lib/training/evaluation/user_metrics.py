@@ -15,7 +15,7 @@ import evaluate
 from evaluate import Metric
 
 from recipes_lib.config.rules import METRICS
-from recipes_lib.config.values import read_constants
+from recipes_lib.config.values import split_import_path
 from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, Problem, UserError
 
@@ -44,23 +44,19 @@ def _load(path: str) -> Metric | Problem:
 
     ``package.module:Class(name=value, ...)`` passes literals to the constructor.
     """
-    target, opened, arguments = path.partition("(")
-    module_name, _, class_name = target.partition(":")
-    if not module_name or not class_name:
-        return Problem(_KEY, f"{path!r} is not an import path", "write it as package.module:Class")
     try:
+        module_name, class_name, arguments = split_import_path(path)
         module = importlib.import_module(module_name)
     except Exception as error:
-        found = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        return Problem(_KEY, found, "install it, or put its folder on PYTHONPATH")
+        found = f"importing {path!r} failed: {type(error).__name__}: {error}"
+        return Problem(_KEY, found, "correct it, install it, or put its folder on PYTHONPATH")
     found_class = getattr(module, class_name, None)
     if not (isinstance(found_class, type) and issubclass(found_class, Metric)):
         found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'not an evaluate.Metric'}"
         return Problem(_KEY, found, "name a subclass of evaluate.Metric")
     try:
-        options = read_constants(f"f({arguments}") if opened else {}
         # In memory, because processes on one machine would lock the same cache file.
-        return found_class(keep_in_memory=True, **options)
+        return found_class(keep_in_memory=True, **(arguments or {}))
     except Exception as error:
         found = f"{path} cannot be built: {type(error).__name__}: {error}"
         return Problem(_KEY, found, "its constructor must accept keep_in_memory=True and the given arguments")

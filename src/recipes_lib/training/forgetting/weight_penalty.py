@@ -146,8 +146,7 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
     """
     if not config.forgetting.ewc_lambda:
         return None
-    where = config.locate("ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda")
-    model, fisher, expected = find_reference(config)
+    where, model, fisher, expected = find_reference(config)
     with reported_at(where):
         reference = load_causal_lm(model, "eager")
     if fisher is not None:
@@ -155,24 +154,24 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
     return WeightPenalty(config.forgetting.ewc_lambda, reference, fisher)
 
 
-def find_reference(config: RecipeConfig) -> tuple[ModelConfig, Mapping[str, Tensor] | None, str]:
-    """Return the reference model, its Fisher information (``None``: the identity), and the hash of its weights.
+def find_reference(config: RecipeConfig) -> tuple[str, ModelConfig, Mapping[str, Tensor] | None, str]:
+    """Return the reference's key, its model, Fisher information (``None``: the identity), and hash of weights.
 
     Raises:
         ConfigError: The reference has no Fisher information.
         DataError: The Fisher information cannot be read.
     """
     keys, model = config.forgetting, config.model
+    where = config.locate("ewc_reference" if keys.ewc_reference else "ewc_lambda")
     if keys.ewc_reference is not None:
         model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
     if keys.ewc_fisher != "diagonal":
-        return model, None, ""
-    where = config.locate("ewc_reference" if config.forgetting.ewc_reference else "ewc_lambda")
+        return where, model, None, ""
     fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)
     if record.get("model_name_or_path") is not None:
         name, revision = record["model_name_or_path"], record.get("model_revision")
         model = replace(model, model_name_or_path=name, model_revision=revision)
-    return model, fisher, record["weights"]
+    return where, model, fisher, record["weights"]
 
 
 def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, where: str) -> None:

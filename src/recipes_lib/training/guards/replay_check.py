@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -50,40 +51,30 @@ class Rollback:
     steps: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Rollbacks:
-    """All rollbacks of a run, in order; stored in ``rollbacks.json``.
-
-    Source: ``tests/training/guards/test_rollback.py``.
-    """
-
-    made: tuple[Rollback, ...] = ()
-
-    @property
-    def skips(self) -> RowSkips:
-        """Rows that the run skips."""
-        skips = RowSkips()
-        for rollback in self.made:
-            skips = skips.leave_out(*rollback.skipped)
-        return skips
-
-    def write(self, output_dir: Path) -> None:
-        """Replace the file atomically, with fsync."""
-        replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in self.made])
+def find_skips(rollbacks: Iterable[Rollback]) -> RowSkips:
+    """Return the rows that a run skips after its rollbacks, which are in order."""
+    return functools.reduce(lambda skips, rollback: skips.leave_out(*rollback.skipped), rollbacks, RowSkips())
 
 
-def read_rollbacks(output_dir: Path) -> Rollbacks:
-    """Read the rollbacks of a run; empty without a file.
+def write_rollbacks(output_dir: Path, rollbacks: Iterable[Rollback]) -> None:
+    """Replace ``rollbacks.json`` atomically, with fsync."""
+    replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in rollbacks])
+
+
+def read_rollbacks(output_dir: Path) -> list[Rollback]:
+    """Read the rollbacks of a run, in order; empty without a file.
 
     Raises:
         DataError: The file is invalid.
+
+    Source: ``tests/training/guards/test_rollback.py``.
     """
     path = output_dir / ROLLBACKS_FILE
     if not path.exists():
-        return Rollbacks()
+        return []
     records = read_json(path, remedy=_REMEDY)
     try:
-        return Rollbacks(tuple(_restore(record) for record in records))
+        return [_restore(record) for record in records]
     except (TypeError, LookupError, ValueError, OverflowError) as error:
         raise DataError(Problem(str(path), "is not a list of rollbacks", _REMEDY)) from error
 

@@ -26,9 +26,9 @@ from recipes_lib.training.guards.replay_check import (
     STEPS_BEFORE,
     ReplayCheck,
     Rollback,
-    Rollbacks,
     find_step_before,
     read_rollbacks,
+    write_rollbacks,
 )
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, dump_and_raise
 from recipes_lib.training.layouts.fsdp import get_full_tensor
@@ -157,7 +157,7 @@ class StepGuard(TrainerCallback):
     def __init__(self, trainer: TrainerView, keys: GuardsConfig) -> None:
         """Guard the steps of ``trainer``; ``keys`` configures rollbacks and replay checks."""
         self.inputs = StepInputs()
-        self.rollbacks = Rollbacks()
+        self.rollbacks: list[Rollback] = []
         self._trainer = trainer
         self._keys = keys
         self._monitor = SpikeMonitor()
@@ -171,7 +171,7 @@ class StepGuard(TrainerCallback):
         """Call upstream's ``train``, and call it again from a checkpoint after each spike."""
         trainer = self._trainer
         # A run that starts from scratch does not skip the rows of an earlier one.
-        self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
+        self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else []
         if not resume_from_checkpoint and trainer.args.should_save:
             (self._output_dir / ROLLBACKS_FILE).unlink(missing_ok=True)
         while True:
@@ -188,11 +188,11 @@ class StepGuard(TrainerCallback):
         self._monitor.restore(stored.get(STATE_KEY, {}))
         self._num_skipped, self._is_in_spike = 0, False
         # Resuming has truncated the metrics after the checkpoint, including the lines of these rollbacks.
-        for rollback in self.rollbacks.made:
+        for rollback in self.rollbacks:
             if rollback.step > state.global_step:
                 self._writer.write({"kind": "rollback", **asdict(rollback)})
         is_saved = args.save_strategy != SaveStrategy.NO
-        if self._keys.max_rollbacks and is_saved and state.global_step == 0 and not self.rollbacks.made:
+        if self._keys.max_rollbacks and is_saved and state.global_step == 0 and not self.rollbacks:
             self._trainer._save_checkpoint(self._trainer.model_wrapped, None)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -268,8 +268,8 @@ class StepGuard(TrainerCallback):
         say = self._trainer.observer.progress.say
         is_saved = self._trainer.args.save_strategy != SaveStrategy.NO
         if self._keys.max_rollbacks and is_saved:
-            if len(self.rollbacks.made) >= self._keys.max_rollbacks:
-                why = f"{spike}, after {pluralize(len(self.rollbacks.made), 'rollback')} (max_rollbacks)"
+            if len(self.rollbacks) >= self._keys.max_rollbacks:
+                why = f"{spike}, after {pluralize(len(self.rollbacks), 'rollback')} (max_rollbacks)"
                 self._stop(loss, grad_norm, why)
             # The newest checkpoint before the spike may still be in the writer thread.
             self._trainer.finish_saving()
@@ -297,12 +297,12 @@ class StepGuard(TrainerCallback):
             f"step {rollback.step}: {rollback.cause}; resuming from {checkpoint.name} without the rows of steps "
             f"{rollback.steps[0]} to {rollback.steps[1]}"
         )
-        self.rollbacks = Rollbacks((*self.rollbacks.made, rollback))
+        self.rollbacks.append(rollback)
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
             # In this order: if killed in between, the run resumes from the same checkpoint and detects the spike again.
             supersede(self._output_dir, after_step=rollback.back_to)
-            self.rollbacks.write(self._output_dir)
+            write_rollbacks(self._output_dir, self.rollbacks)
         trainer.accelerator.wait_for_everyone()
         if trainer.accelerator.scaler is not None:
             # GradScaler raises on a second unscale_() without update(); its state is then loaded from the checkpoint.

@@ -322,6 +322,11 @@ class GroupRow:
     learning_rate: float
     parameters: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """A log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04``."""
+        size = f"{self.num_parameters:,} parameters in {self.num_tensors} tensors"
+        return f"{self.optimizer}: {size}, weight decay {self.weight_decay:g}, rate {self.learning_rate:.1e}"
+
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[GroupRow]:
     """Return one row per non-empty parameter group.
@@ -361,14 +366,6 @@ def warn_of_rounding(dtypes: Iterable[torch.dtype], optim: str, optim_args: str 
         )
 
 
-def format_group(row: GroupRow) -> str:
-    """Return a log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04``."""
-    return (
-        f"{row.optimizer}: {row.num_parameters:,} parameters in {row.num_tensors} tensors, "
-        f"weight decay {row.weight_decay:g}, rate {row.learning_rate:.1e}"
-    )
-
-
 def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, args: TrainingArguments) -> Iterator[str]:
     """Yield a log line for each parameter group, and the warning of ``warn_of_rounding``.
 
@@ -378,7 +375,7 @@ def report_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, args: T
         args: Arguments of the trainer.
     """
     rows = describe_groups(optimizer, model)
-    yield from map(format_group, rows)
+    yield from map(str, rows)
     # Of the optimizer's tensors: DeepSpeed trains a model of 16 bits by copies in float32.
     dtypes = (parameter.dtype for group in optimizer.param_groups for parameter in group["params"])
     if rows:  # The groups of ZeRO-3 are empty.

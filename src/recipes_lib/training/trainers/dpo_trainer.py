@@ -26,8 +26,8 @@ from transformers import (
 from trl import DPOConfig
 
 from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
-from recipes_lib.data.pairs.preference_sets import PairData, PairRows
-from recipes_lib.data.store import find_root
+from recipes_lib.data.pairs.preference_sets import PairData
+from recipes_lib.data.store import Rows, find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem, reported_at
 from recipes_lib.losses.preference import (
     COMPARING,
@@ -40,9 +40,10 @@ from recipes_lib.losses.preference import (
     sum_logps,
 )
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
+from recipes_lib.models.architecture import find_other_vocabulary
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 from recipes_lib.models.inference import find_device, preserve_training_state
-from recipes_lib.models.loading import load_causal_lm, load_model_config
+from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.trainers.arguments import get_compute_dtype, get_rounding_dtype
 from recipes_lib.training.trainers.pair_batches import (
@@ -404,7 +405,7 @@ def prepare_reference(
         objective.reference = freeze(copy.deepcopy(model))
     if not is_stored:
         return None, data
-    rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
+    rows: dict[str, Rows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
     rows |= {f"eval-{name}": pairs for name, pairs in data.eval_sets.items()}
     keys = [data.record["key"], *(record["key"] for record in data.record.get("eval_datasets", {}).values())]
     key = compute_reference_key(
@@ -430,9 +431,7 @@ def verify_reference(config: RecipeConfig, policy_config: PreTrainedConfig) -> M
     chosen = replace(
         config.model, model_name_or_path=keys.ref_model_name_or_path, model_revision=keys.ref_model_revision
     )
-    size, own = (each.get_text_config().vocab_size for each in (load_model_config(chosen)[0], policy_config))
-    if size != own:
-        found = f"{chosen.model_name_or_path} has a vocabulary of {size:,} tokens and the policy one of {own:,}"
+    if found := find_other_vocabulary(chosen, policy_config):
         where = config.locate("ref_model_name_or_path")
         raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
     return chosen

@@ -22,6 +22,7 @@ from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
+from recipes_lib.training.guards.replay_check import find_skips
 from recipes_lib.training.guards.start_checks import verify_initial_loss
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import WeightMonitor
@@ -175,7 +176,7 @@ class PretrainTrainer(NextTokenTrainer):
         """Build the sampler of rows in order, without those skipped by rollbacks."""
         rows: Any = self.train_dataset
         # After a rollback, upstream builds the loader again, so this reads the current skips.
-        rows.skips = self.guard.rollbacks.skips
+        rows.skips = find_skips(self.guard.rollbacks)
         return SequentialSampler(rows)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

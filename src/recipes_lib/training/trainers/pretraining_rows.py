@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import read_seed
-from recipes_lib.data.sources.mixtures import MAX_EPOCHS
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED
 from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
@@ -58,11 +58,8 @@ class PretrainingRows:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the mixture, one sentence each."""
-        return [
-            f"{name} is read {epochs:.1f} times; beyond {MAX_EPOCHS} repeated tokens improve the model little"
-            for name, epochs in self.epochs.items()
-            if epochs > MAX_EPOCHS
-        ]
+        read = ((name, epochs) for name, epochs in self.epochs.items() if epochs > MAX_EPOCHS)
+        return [f"{name} is read {epochs:.1f} times; {REPEATED}" for name, epochs in read]
 
 
 def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> PretrainingRows:

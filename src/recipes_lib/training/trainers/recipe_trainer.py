@@ -32,6 +32,7 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
+from recipes_lib.training.guards.replay_check import find_skips
 from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import ROW_IDS, StepInputs
 from recipes_lib.training.guards.step_guard import StepGuard
@@ -376,7 +377,7 @@ class RecipeTrainer(CheckpointingTrainer):
         steps_per_epoch = self._plan_steps().steps_per_epoch
         return RunSampler(
             self._find_order(),
-            skips=self.guard.rollbacks.skips,
+            skips=find_skips(self.guard.rollbacks),
             read_epoch=lambda: self.state.global_step // steps_per_epoch,
         )
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import recipes_lib.losses
 import recipes_lib.models
-from recipes_lib.data.pairs.preference_sets import PairData, PairRows
+from recipes_lib.data.pairs.preference_sets import PairData
 from recipes_lib.data.store import (
+    Rows,
     choose_staging,
     compute_key,
     explain_disk_errors,
@@ -56,7 +57,7 @@ class RowsWithReference:
             ``ReferenceLogps`` fills them.
     """
 
-    rows: PairRows
+    rows: Rows
     logps: _Logps
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class ReferenceLogps:
     Source: ``tests/training/trainers/test_reference.py``, ``tests/distributed/test_pairs.py``.
     """
 
-    def __init__(self, key: str, rows: Mapping[str, PairRows], *, root: Path, output_dir: Path) -> None:
+    def __init__(self, key: str, rows: Mapping[str, Rows], *, root: Path, output_dir: Path) -> None:
         """Create without loading or computing.
 
         Args:
