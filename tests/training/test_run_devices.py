@@ -125,9 +125,17 @@ def test_launch_file_for_cpus_is_kept_beside_a_gpu(tmp_path: Path, monkeypatch: 
 
 def test_killed_data_loader_worker_is_named(tmp_path):
     run = start_run(make_config(tmp_path), ONE)
+    begun, begins = os.pipe()
+
+    class Rows(list[int]):
+        def __getitem__(self, index):
+            # A process that is killed inside of the loader may hold a lock, for which this one would wait for ever.
+            os.write(begins, b"1")
+            signal.pause()
+
     # Forked, as those of a run on Linux, which is not the default of Python 3.14.
-    rows = iter(DataLoader([1, 2, 3, 4], num_workers=1, multiprocessing_context="fork"))
-    assert next(rows).tolist() == [1]
+    rows = iter(DataLoader(Rows([1, 2]), num_workers=1, multiprocessing_context="fork"))
+    assert os.read(begun, 1)
 
     def receive() -> None:
         os.kill(rows._workers[0].pid, signal.SIGKILL)
