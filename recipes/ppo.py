@@ -18,7 +18,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
-from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.rewards import load_reward_functions, load_rewards, verify_arguments
 from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
@@ -36,6 +36,8 @@ def main(run: Run) -> None:
     load_verified_config(config, tokenizer, prompts.max_length)
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)
+    # Before models are loaded: mistakes in reward functions are reported at once.
+    verify_arguments(load_reward_functions(config.rewards.reward_funcs or []), prompts.train[0].columns)
 
     # The reference is the policy at its start; the critic estimates values of tokens.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)

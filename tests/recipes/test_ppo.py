@@ -103,7 +103,11 @@ def test_reward_model_scores_and_initialises_critic(run_here, tiny_model_dir, fo
 
 
 def test_failing_reward_function_is_user_error(run_here, folder, capsys):
-    (folder / "broken_rewards.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
+    (folder / "broken_rewards.py").write_text(
+        "def score(**_):\n    raise KeyError('solution')\ndef compare(*, solution, **_):\n    pass\n"
+    )
+    assert run_here(output_dir=folder / "uncallable", reward_funcs="[broken_rewards:compare]") == 2
+    assert "compare cannot be called: missing a required argument: 'solution'" in capsys.readouterr().err
     assert run_here(output_dir=folder / "broken", reward_funcs="[broken_rewards:score]") == 2
     error = capsys.readouterr().err
     assert "score failed on" in error

@@ -106,9 +106,15 @@ def test_total_time_of_hanging_answers_is_limited(monkeypatch, capfd):
 
 def test_failure_on_all_answers_raises(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
-    words = r"length failed on 2 answers: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
-    with pytest.raises(ConfigError, match=words):
+    words = r"length failed on 2 answers to here: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
+    with pytest.raises(ConfigError, match=rf"{words}\n.* larger `reward_timeout`"):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
+
+
+def test_error_of_a_judge_is_raised_as_it_is(isolated):
+    rewards = Rewards({"length": isolated}, None, [1.0])
+    with pytest.raises(ConfigError, match=r"^base_url: had no answer\n    start it$"):
+        rewards.score(TEXTS[:2], ["a", "refuse"], [[1], [1]], [True, True])
 
 
 def test_failed_import_in_worker_reports_reason():

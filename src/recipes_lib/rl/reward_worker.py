@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.values import read_constants
-from recipes_lib.errors import escape_controls
+from recipes_lib.errors import UserError, escape_controls
 from recipes_lib.processes import count_cores
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
@@ -80,6 +80,7 @@ def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
         chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
         return function(completions=chats, **given)
 
+    ask.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return ask
 
 
@@ -154,6 +155,7 @@ class IsolatedFunction:
 
         Raises:
             RuntimeError: All of several answers failed.
+            UserError: The function raised it: other answers would fail as well.
         """
         with suppress(_LostError):
             # One call for all answers, because some functions compare them or batch a model.
@@ -199,6 +201,7 @@ class _Worker:
         """Return the function's result for some answers.
 
         Raises:
+            UserError: The function raised it, as a judge does without its endpoint.
             _LostError: The function raised or exceeded the time limit, or its process ended.
         """
         try:
@@ -208,6 +211,8 @@ class _Worker:
             is_done, result = self._receive(self._seconds)
         except (EOFError, OSError) as error:
             raise _LostError(self._end(error)) from error
+        if isinstance(result, UserError):
+            raise result
         if not is_done:
             raise _LostError(result)
         return result
@@ -260,6 +265,8 @@ def main(path: str, descriptor: int) -> None:
         try:
             _seed(seed)
             connection.send((True, call(function, given)))
+        except UserError as error:
+            connection.send((False, error))
         except (Exception, SystemExit) as error:  # The function is the user's; an unpicklable result is reported, too.
             connection.send((False, describe_error(function, error)))
 
