@@ -15,6 +15,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 from recipes_lib.rl.rewards import Rewards, load_reward_functions, verify_arguments
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
@@ -109,6 +110,13 @@ def test_failure_on_all_answers_raises(isolated):
     words = r"length failed on 2 answers to here: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
     with pytest.raises(ConfigError, match=rf"{words}\n.* larger `reward_timeout`"):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
+
+
+def test_stop_request_does_not_wait_for_the_function(monkeypatch):
+    monkeypatch.setattr(STOP, "is_deferred", True)
+    monkeypatch.setattr(STOP, "reason", "SIGTERM")
+    with pytest.raises(StopPendingError):
+        IsolatedFunction(f"{FAULTY}:length", 600)(completions=["hang"])
 
 
 def test_error_of_a_judge_is_raised_as_it_is(isolated):

@@ -30,6 +30,7 @@ from typing import Any, Final
 from recipes_lib.config.values import read_constants
 from recipes_lib.errors import UserError, escape_controls
 from recipes_lib.processes import count_cores
+from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 _OF_TRL: Final = "trl.rewards"
@@ -37,6 +38,8 @@ _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reas
 _NUM_WORKERS: Final = min(8, count_cores())
 _RUNNER: Final = asyncio.Runner()
 """One event loop for all calls, because clients of functions (httpx, openai) keep connections that belong to theirs."""
+_POLL_SECONDS: Final = 0.5
+"""Time between two polls for a stop request while a process scores answers, in seconds."""
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 
@@ -155,6 +158,7 @@ class IsolatedFunction:
 
         Raises:
             RuntimeError: All of several answers failed.
+            StopPendingError: There is a stop request during training.
             UserError: The function raised it: other answers would fail as well.
         """
         with suppress(_LostError):
@@ -201,6 +205,7 @@ class _Worker:
         """Return the function's result for some answers.
 
         Raises:
+            StopPendingError: There is a stop request during training.
             UserError: The function raised it, as a judge does without its endpoint.
             _LostError: The function raised or exceeded the time limit, or its process ended.
         """
@@ -233,8 +238,12 @@ class _Worker:
             raise ChildProcessError(reason)
 
     def _receive(self, seconds: float) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError(f"it took more than {seconds:g} s")
+        end = time.monotonic() + seconds
+        while not self._connection.poll(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
+            # Of the run, which waits for this thread: the limit may be longer than the grace time.
+            STOP.raise_if_pending()
+            if time.monotonic() >= end:
+                raise TimeoutError(f"it took more than {seconds:g} s")
         return self._connection.recv()
 
     def _end(self, error: Exception) -> str:
