@@ -39,11 +39,13 @@ def main(run: Run) -> None:
     run.record(data=prompts.record, answers_per_generation=schedule.answers_per_iteration)
     args = build_training_arguments(config, run.launch, has_eval=True)
     # Before models are loaded: mistakes in reward functions are reported at once.
-    verify_arguments(load_reward_functions(config.rewards.reward_funcs or []), prompts.train[0].columns)
+    functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)
+    verify_arguments(functions, prompts.train[0].columns)
 
     # The mean reward of a prompt's answers replaces a critic.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
-    rewards = load_rewards(config.rewards, device=str(args.device), place=choose_placement(args, run.launch))
+    place = choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device=str(args.device), place=place, functions=functions)
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)

@@ -37,12 +37,13 @@ def main(run: Run) -> None:
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)
     # Before models are loaded: mistakes in reward functions are reported at once.
-    verify_arguments(load_reward_functions(config.rewards.reward_funcs or []), prompts.train[0].columns)
+    functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)
+    verify_arguments(functions, prompts.train[0].columns)
 
     # The reference is the policy at its start; the critic estimates values of tokens.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
-    place = choose_placement(args, run.launch)
-    rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
+    device, place = str(args.device), choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device, models.reward, place, functions)
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)

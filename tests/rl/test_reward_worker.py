@@ -224,3 +224,7 @@ def test_factory_accepts_only_constants_by_name(arguments):
 def test_time_limit_isolates_functions():
     (function,) = load_reward_functions([f"{FAULTY}:length"], 5.0).values()
     assert isinstance(function, IsolatedFunction)
+    verify_arguments({"length": function, "builtin": IsolatedFunction("builtins:max", 5.0, max)}, [])
+    functions = load_reward_functions([f"{FAULTY}:rendezvous"], 5.0)
+    with pytest.raises(ConfigError, match="missing a required argument: 'pipe'"):
+        verify_arguments(functions, [])

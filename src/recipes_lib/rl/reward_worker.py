@@ -142,13 +142,16 @@ class IsolatedFunction:
     Source: ``tests/rl/test_reward_worker.py``.
     """
 
-    def __init__(self, path: str, seconds: float) -> None:
+    def __init__(self, path: str, seconds: float, function: Callable[..., Any] | None = None) -> None:
         """Start no process; the first call does.
 
         Args:
             path: Import path of the function, as for ``find_function``.
             seconds: Time limit of a call.
+            function: The function, of which only the signature is kept, for ``verify_arguments``.
         """
+        with suppress(TypeError, ValueError):  # Without a function, or of one in C.
+            self.__signature__ = inspect.signature(function, follow_wrapped=False)  # type: ignore[arg-type]
         self._path, self._seconds = path, seconds
         # Each thread has a process of its own; a call gets an idle thread before another is started.
         self._threads, self._own = ThreadPoolExecutor(_NUM_WORKERS), threading.local()

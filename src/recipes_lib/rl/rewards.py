@@ -107,7 +107,11 @@ class Rewards:
 
 
 def load_rewards(
-    config: RewardsConfig, device: str, shared: RewardModel | None = None, place: Callable[[Any], Any] | None = None
+    config: RewardsConfig,
+    device: str,
+    shared: RewardModel | None = None,
+    place: Callable[[Any], Any] | None = None,
+    functions: Mapping[str, RewardFunction] | None = None,
 ) -> Rewards:
     """Load the reward functions and the reward model of a run.
 
@@ -116,11 +120,13 @@ def load_rewards(
         device: Device of a separate reward model.
         shared: Reward model that shares the policy's base model, loaded already; ``None`` without one.
         place: As for ``RewardModel.load``.
+        functions: Reward functions, loaded already; ``None`` to load them.
 
     Raises:
         ConfigError: Functions cannot be imported (all of them are listed), or the reward model cannot be loaded.
     """
-    functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
+    if functions is None:
+        functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
     model = shared
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
@@ -148,7 +154,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             with _restored_defaults():
                 function: RewardFunction = find_function(path)
             if seconds is not None:
-                function = IsolatedFunction(path, seconds)
+                function = IsolatedFunction(path, seconds, function)
             functions[path if name in {MODEL, *functions} else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
