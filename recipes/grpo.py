@@ -18,7 +18,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
-from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.rewards import load_reward_functions, load_rewards, verify_arguments
 from recipes_lib.rl.rollout_schedule import compute_group_schedule
 from recipes_lib.rl.state import build_exporter
 from recipes_lib.rl.trainer import PolicyTrainer
@@ -38,10 +38,14 @@ def main(run: Run) -> None:
     schedule = compute_group_schedule(len(prompts.train), config, run.launch.world_size)
     run.record(data=prompts.record, answers_per_generation=schedule.answers_per_iteration)
     args = build_training_arguments(config, run.launch, has_eval=True)
+    # Before models are loaded: mistakes in reward functions are reported at once.
+    functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)
+    verify_arguments(functions, prompts.train[0].columns)
 
     # The mean reward of a prompt's answers replaces a critic.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
-    rewards = load_rewards(config.rewards, device=str(args.device), place=choose_placement(args, run.launch))
+    place = choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device=str(args.device), place=place, functions=functions)
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)

@@ -18,7 +18,7 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
-from recipes_lib.rl.rewards import load_rewards
+from recipes_lib.rl.rewards import load_reward_functions, load_rewards, verify_arguments
 from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
@@ -36,11 +36,14 @@ def main(run: Run) -> None:
     load_verified_config(config, tokenizer, prompts.max_length)
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)
+    # Before models are loaded: mistakes in reward functions are reported at once.
+    functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)
+    verify_arguments(functions, prompts.train[0].columns)
 
     # The reference is the policy at its start; the critic estimates values of tokens.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
-    place = choose_placement(args, run.launch)
-    rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)
+    device, place = str(args.device), choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device, models.reward, place, functions)
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)

@@ -159,7 +159,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "messages as an object": ({"messages": user()}, "an object, not a list"),
     "arguments with NaN": (chat(user(), calling('{"a": NaN}')), "cannot be written as JSON"),
     "function call without a name": (chat(user(), assistant(None, function_call={})), "no function"),
-    "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
+    "prompt without an answer": ({"prompt": "a", "n": 1}, "chosen + rejected; in RL also prompt"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
     "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "each of `solution`, `response` may be"),
     "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),

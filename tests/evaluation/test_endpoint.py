@@ -89,7 +89,7 @@ def test_transient_status_is_retried_with_backoff_and_one_warning(
     server = ChatEndpoint(fail_twice)
     assert [reply.text for reply in answer_all(server)] == ["one", "two", "three", "four"]
     assert sorted(waits) == [1, 1, 1, 1, 2, 2, 2, 2]
-    found = f"{status} busy; attempt 2 of 6 in 1 s, each waits 300 s for data"
+    found = f"{status} busy; attempt 2 in 1 s, each waits 300 s for data"
     assert capsys.readouterr().err == f"warning: a request to {server.url}/chat/completions failed: {found}\n"
 
 
@@ -170,6 +170,20 @@ def test_error_response_with_truncated_body_is_retried(parts: list[bytes], waits
 def test_unreachable_server_error_names_resume(waits: list[float]) -> None:
     with pytest.raises(ConfigError, match="run the same command to resume"):
         Endpoint("http://127.0.0.1:9/v1", "m", num_attempts=2).answer(CHATS[:1], [0])
+
+
+def test_outage_of_a_server_that_has_answered_takes_more_attempts(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([(503, {}, "restarting")] * 6)
+    server = ChatEndpoint(lambda body: (503, {}, "gone") if echo(body) == "three" else next(left, echo(body)))
+    endpoint = Endpoint(server.url, "m", num_attempts=2)
+    endpoint.tally[True] = 1
+    assert endpoint.answer(CHATS[:1], [0])[0].text == "one"
+    assert waits == [1, 2, 4, 8, 16, 32]
+    monkeypatch.setattr(client, "_MAX_OUTAGE", 0.0)
+    with pytest.raises(ConfigError, match="after 2 attempts: 503 gone"):
+        endpoint.answer(CHATS[2:3], [2])
 
 
 def test_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,27 @@ def test_reward_model_scores_and_initialises_critic(run_here, tiny_model_dir, fo
     assert event["value/mean"] != 0
 
 
+FAILING = """
+def compare(*, solution, **_):
+    pass
+
+def build():
+    print("built")
+    return fail
+
+def fail(**_):
+    raise KeyError('solution')
+"""
+
+
 def test_failing_reward_function_is_user_error(run_here, folder, capsys):
-    (folder / "broken_rewards.py").write_text("def score(**_):\n    raise KeyError('solution')\n")
-    assert run_here(output_dir=folder / "broken", reward_funcs="[broken_rewards:score]") == 2
-    error = capsys.readouterr().err
-    assert "score failed on" in error
+    (folder / "broken_rewards.py").write_text(FAILING)
+    assert run_here(output_dir=folder / "uncallable", reward_funcs="[broken_rewards:compare]") == 2
+    assert "compare cannot be called: missing a required argument: 'solution'" in capsys.readouterr().err
+    assert run_here(output_dir=folder / "broken", reward_funcs="[broken_rewards:build()]") == 2
+    printed, error = capsys.readouterr()
+    # A factory may load a model.
+    assert printed.count("built") == 1
+    assert "build failed on" in error
     assert "KeyError: 'solution'" in error
     assert "Traceback" not in error

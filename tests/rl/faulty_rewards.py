@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from recipes_lib.errors import ConfigError, Problem
+
 
 def length(*, completions, **_):
     """Return lengths; an answer that names a fault triggers it."""
@@ -19,6 +21,8 @@ def length(*, completions, **_):
             time.sleep(600)
         if text == "raise":
             raise ValueError("no number")
+        if text == "refuse":
+            raise ConfigError(Problem("base_url", "had no answer", "start it"))
         if text == "exit":
             sys.exit(0)
         if text == "kill":

@@ -15,6 +15,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 from recipes_lib.rl.rewards import Rewards, load_reward_functions, verify_arguments
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
@@ -106,9 +107,22 @@ def test_total_time_of_hanging_answers_is_limited(monkeypatch, capfd):
 
 def test_failure_on_all_answers_raises(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
-    words = r"length failed on 2 answers: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
-    with pytest.raises(ConfigError, match=words):
+    words = r"length failed on 2 answers to here: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
+    with pytest.raises(ConfigError, match=rf"{words}\n.* larger `reward_timeout`"):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
+
+
+def test_stop_request_does_not_wait_for_the_function(monkeypatch):
+    monkeypatch.setattr(STOP, "is_deferred", True)
+    monkeypatch.setattr(STOP, "reason", "SIGTERM")
+    with pytest.raises(StopPendingError):
+        IsolatedFunction(f"{FAULTY}:length", 600)(completions=["hang"])
+
+
+def test_error_of_a_judge_is_raised_as_it_is(isolated):
+    rewards = Rewards({"length": isolated}, None, [1.0])
+    with pytest.raises(ConfigError, match=r"^base_url: had no answer\n    start it$"):
+        rewards.score(TEXTS[:2], ["a", "refuse"], [[1], [1]], [True, True])
 
 
 def test_failed_import_in_worker_reports_reason():
@@ -210,3 +224,7 @@ def test_factory_accepts_only_constants_by_name(arguments):
 def test_time_limit_isolates_functions():
     (function,) = load_reward_functions([f"{FAULTY}:length"], 5.0).values()
     assert isinstance(function, IsolatedFunction)
+    verify_arguments({"length": function, "builtin": IsolatedFunction("builtins:max", 5.0, max)}, [])
+    functions = load_reward_functions([f"{FAULTY}:rendezvous"], 5.0)
+    with pytest.raises(ConfigError, match="missing a required argument: 'pipe'"):
+        verify_arguments(functions, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import code
 import copy
+import functools
 import re
 import sys
 from decimal import Decimal
@@ -29,7 +30,7 @@ from recipes_lib.rl.rewards import (
 )
 from recipes_lib.stopping import StopPendingError
 
-CHATS = [PromptRow("here", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
+CHATS = [PromptRow(f"row {n}", [1], [{"role": "user", "content": f"{n}?"}], {"solution": str(n)}) for n in range(3)]
 ENDED = [True] * 3
 TEXTS = [PromptRow("here", [1], f"{n}: ", {}) for n in range(3)]
 
@@ -72,12 +73,12 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda **_: 1 / 0, rf"division by zero \({re.escape(__file__)}:\d+\)"),
+        (lambda **_: 1 / 0, rf"3 answers to row 0, row 1, row 2: .*division by zero \({re.escape(__file__)}:\d+\)"),
         (lambda **_: [1.0], "for 3 answers"),
         (lambda **_: [1.0, float("nan"), 1.0], "nan"),
         (lambda **_: [1.0, "good", 1.0], "'good'"),
-        (lambda **_: [1.0, 1e16, 1.0], r"1e\+16 for the answer 'b'\s+return finite numbers up to 1e\+15"),
-        (lambda **_: sys.exit(0), "failed on 3 answers: SystemExit: 0"),
+        (lambda **_: [1.0, 1e16, 1.0], r"1e\+16 for the answer 'b' to row 1\s+return finite numbers up to 1e\+15"),
+        (lambda **_: sys.exit(0), r"failed on 3 answers .*SystemExit: 0"),
         (lambda **_: 3.0, "3.0 for 3 answers"),
         (lambda **_: None, "None for 3 answers"),
         (lambda **_: torch.tensor([1.0, torch.nan, 1.0]), "nan"),
@@ -178,7 +179,9 @@ def test_defaults_of_torch_are_restored_after_import_and_call(tmp_path, monkeypa
 
 def test_functions_that_cannot_be_called_are_reported():
     functions = {"exact": exact, "bare": lambda completions: completions, "builtin": max}
-    verify_arguments(functions | {"bare": whole}, ["solution"])
+    give_solution = functools.wraps(exact)(lambda **given: exact(solution=[], **given))
+    verify_arguments(functions | {"bare": whole, "decorated": give_solution}, ["solution"])
+    verify_arguments({"decorated": give_solution}, ["answer"])
     with pytest.raises(ConfigError) as caught:
         verify_arguments(functions, ["answer"])
     assert [problem.found for problem in caught.value.problems] == [

@@ -6,6 +6,7 @@ Judges and ``recipes synthesize`` use this client; benchmarks use that of lm-eva
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import sys
 import threading
@@ -33,6 +34,8 @@ FEWEST_REFUSALS: Final = 8
 """Refused requests, without an answered one, from which on the configuration is wrong, and not a single request."""
 _MAX_RETRY_AFTER: Final = 600.0
 """Longest wait that a server can ask for, in seconds."""
+_MAX_OUTAGE: Final = 600.0
+"""Time for which requests to a server that has answered before are repeated, in seconds: a restart takes minutes."""
 _POLL_SECONDS: Final = 0.5
 """Time between two polls for a stop request while requests are answered, in seconds."""
 _MAX_REPLY: Final = 1 << 26
@@ -151,7 +154,8 @@ class Endpoint:
         timeout: Seconds without receiving data after which an attempt fails; an attempt fails after ten times this
             duration in any case.
         num_attempts: Attempts per request; failed connections, 408, 409, 425, 429 and 5xx are repeated after 1, 2, 4,
-            ... seconds, or later if the server's ``Retry-After`` says so.
+            ... seconds, or later if the server's ``Retry-After`` says so; more of them, for ten minutes, once the
+            endpoint has answered.
         request: Additional fields of each request; ``None`` removes a field that is sent by default.
         tally: Number of answered (``True``) and refused (``False``) requests of this process.
         pace: Time of the next request.
@@ -297,11 +301,13 @@ class _Connection:
         }
         # `None` removes a field: newer OpenAI models refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        for attempt in range(endpoint.num_attempts):
+        # A server that has answered before may be restarting; an address that never has is more likely wrong.
+        end = time.monotonic() + (_MAX_OUTAGE if endpoint.tally[True] else 0.0)
+        for attempt in itertools.count(1):
             # A pause ends early when another request has failed for good.
             if endpoint.requests_per_minute and self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute)):
                 break
-            wait = min(2.0**attempt, MAX_WAIT)
+            wait = min(2.0 ** (attempt - 1), MAX_WAIT)
             try:
                 return _read_reply(self._post(sent))
             except urllib.error.HTTPError as error:
@@ -322,11 +328,12 @@ class _Connection:
                 reason = explain(error, self._key)
                 # An invalid response, such as the page of a proxy, is one of another server.
                 remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
-            if attempt + 1 < endpoint.num_attempts:
-                self._warn(f"{reason}; attempt {attempt + 2} of {endpoint.num_attempts} in {wait:.0f} s")
-                if self.pause(wait):
-                    break
-        found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"
+            if attempt >= endpoint.num_attempts and time.monotonic() >= end:
+                break
+            self._warn(f"{reason}; attempt {attempt + 1} in {wait:.0f} s")
+            if self.pause(wait):
+                break
+        found = f"{self._url} had no answer after {attempt} attempts: {reason}"
         raise UnansweredError(Problem("base_url", found, remedy))
 
     def _warn(self, text: str) -> None:

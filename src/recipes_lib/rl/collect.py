@@ -206,7 +206,7 @@ class Collector:
         return rollout.take(range(len(prompts)))
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
-        WATCHDOG.enter("scoring answers")
+        WATCHDOG.enter("scoring answers (`reward_timeout` limits a call)")
         # Reward functions that draw from global generators must give the same values in a resumed run. Seeded here, and
         # not at the start, because a library may also draw numbers when it is loaded at its first use.
         set_seed((self.args.seed + 7919 * number) % 2**32)

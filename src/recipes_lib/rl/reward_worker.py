@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.values import split_import_path
-from recipes_lib.errors import escape_controls
+from recipes_lib.errors import UserError, escape_controls
 from recipes_lib.processes import count_cores
+from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 _OF_TRL: Final = "trl.rewards"
@@ -37,6 +38,8 @@ _NEED_MATH_VERIFY: Final = ("accuracy_reward", "get_cosine_scaled_reward", "reas
 _NUM_WORKERS: Final = min(8, count_cores())
 _RUNNER: Final = asyncio.Runner()
 """One event loop for all calls, because clients of functions (httpx, openai) keep connections that belong to theirs."""
+_POLL_SECONDS: Final = 0.5
+"""Time between two polls for a stop request while a process scores answers, in seconds."""
 MAX_LIMITS: Final = 10
 """Time limit of scoring answers one by one, as a multiple of the limit of a call."""
 
@@ -79,6 +82,7 @@ def _give_chats(function: Callable[..., Any]) -> Callable[..., Any]:
         chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
         return function(completions=chats, **given)
 
+    ask.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return ask
 
 
@@ -137,13 +141,16 @@ class IsolatedFunction:
     Source: ``tests/rl/test_reward_worker.py``.
     """
 
-    def __init__(self, path: str, seconds: float) -> None:
+    def __init__(self, path: str, seconds: float, function: Callable[..., Any] | None = None) -> None:
         """Start no process; the first call does.
 
         Args:
             path: Import path of the function, as for ``find_function``.
             seconds: Time limit of a call.
+            function: The function, of which only the signature is kept, for ``verify_arguments``.
         """
+        with suppress(TypeError, ValueError):  # Without a function, or of one in C.
+            self.__signature__ = inspect.signature(function, follow_wrapped=False)  # type: ignore[arg-type]
         self._path, self._seconds = path, seconds
         # Each thread has a process of its own; a call gets an idle thread before another is started.
         self._threads, self._own = ThreadPoolExecutor(_NUM_WORKERS), threading.local()
@@ -153,6 +160,8 @@ class IsolatedFunction:
 
         Raises:
             RuntimeError: All of several answers failed.
+            StopPendingError: There is a stop request during training.
+            UserError: The function raised it: other answers would fail as well.
         """
         with suppress(_LostError):
             # One call for all answers, because some functions compare them or batch a model.
@@ -198,6 +207,8 @@ class _Worker:
         """Return the function's result for some answers.
 
         Raises:
+            StopPendingError: There is a stop request during training.
+            UserError: The function raised it, as a judge does without its endpoint.
             _LostError: The function raised or exceeded the time limit, or its process ended.
         """
         try:
@@ -207,6 +218,8 @@ class _Worker:
             is_done, result = self._receive(self._seconds)
         except (EOFError, OSError) as error:
             raise _LostError(self._end(error)) from error
+        if isinstance(result, UserError):
+            raise result
         if not is_done:
             raise _LostError(result)
         return result
@@ -227,8 +240,12 @@ class _Worker:
             raise ChildProcessError(reason)
 
     def _receive(self, seconds: float) -> Any:
-        if not self._connection.poll(seconds):
-            raise TimeoutError(f"it took more than {seconds:g} s")
+        end = time.monotonic() + seconds
+        while not self._connection.poll(max(0.0, min(_POLL_SECONDS, end - time.monotonic()))):
+            # Of the run, which waits for this thread: the limit may be longer than the grace time.
+            STOP.raise_if_pending()
+            if time.monotonic() >= end:
+                raise TimeoutError(f"it took more than {seconds:g} s")
         return self._connection.recv()
 
     def _end(self, error: Exception) -> str:
@@ -259,6 +276,8 @@ def main(path: str, descriptor: int) -> None:
         try:
             _seed(seed)
             connection.send((True, call(function, given)))
+        except UserError as error:
+            connection.send((False, error))
         except (Exception, SystemExit) as error:  # The function is the user's; an unpicklable result is reported, too.
             connection.send((False, describe_error(function, error)))
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError, reported_at
+from recipes_lib.errors import ConfigError, DivergedError, Problem, UserError, list_first, reported_at
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions, read_reward_statistics
 from recipes_lib.quantities import pluralize
 from recipes_lib.rl.objectives import ROUNDING, find_flat_groups
@@ -32,6 +32,7 @@ MODEL: Final = "reward_model"
 """Name of the reward model among the rewards."""
 
 _ARGUMENTS: Final = ("prompts", "completions", "completion_ids")
+_ISOLATION: Final = "With `reward_timeout`, single answers on which it fails have no reward"
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
@@ -106,7 +107,11 @@ class Rewards:
 
 
 def load_rewards(
-    config: RewardsConfig, device: str, shared: RewardModel | None = None, place: Callable[[Any], Any] | None = None
+    config: RewardsConfig,
+    device: str,
+    shared: RewardModel | None = None,
+    place: Callable[[Any], Any] | None = None,
+    functions: Mapping[str, RewardFunction] | None = None,
 ) -> Rewards:
     """Load the reward functions and the reward model of a run.
 
@@ -115,11 +120,13 @@ def load_rewards(
         device: Device of a separate reward model.
         shared: Reward model that shares the policy's base model, loaded already; ``None`` without one.
         place: As for ``RewardModel.load``.
+        functions: Reward functions, loaded already; ``None`` to load them.
 
     Raises:
         ConfigError: Functions cannot be imported (all of them are listed), or the reward model cannot be loaded.
     """
-    functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
+    if functions is None:
+        functions = load_reward_functions(config.reward_funcs or [], config.reward_timeout)
     model = shared
     if model is None and config.reward_model_name_or_path is not None:
         name, revision = config.reward_model_name_or_path, config.reward_model_revision
@@ -147,7 +154,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             with _restored_defaults():
                 function: RewardFunction = find_function(path)
             if seconds is not None:
-                function = IsolatedFunction(path, seconds)
+                function = IsolatedFunction(path, seconds, function)
             functions[path if name in {MODEL, *functions} else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
@@ -171,7 +178,8 @@ def verify_arguments(functions: Mapping[str, RewardFunction], columns: Collectio
     given, problems = dict.fromkeys((*columns, *_ARGUMENTS)), []
     for name, function in functions.items():
         try:
-            inspect.signature(function).bind(**given)
+            # A decorator may itself give arguments that the wrapped function requires.
+            inspect.signature(function, follow_wrapped=False).bind(**given)
         except TypeError as error:
             problems.append(Problem("reward_funcs", f"{name} cannot be called: {error}", _explain_call(given)))
         except ValueError:  # A function that is written in C may have no signature.
@@ -239,15 +247,18 @@ def _call(
     except (UserError, StopPendingError):  # Of a judge, which names its endpoint, or leaves its requests.
         raise
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
-        found = f"{name} failed on {pluralize(len(texts), 'answer')}: {describe_error(function, error)}"
-        remedy = f"{_explain_call(given)}. With `reward_timeout`, single answers on which it fails have no reward"
+        places = list_first(dict.fromkeys(prompt.where for prompt in prompts))
+        found = f"{name} failed on {pluralize(len(texts), 'answer')} to {places}: {describe_error(function, error)}"
+        is_limited = isinstance(function, IsolatedFunction)
+        hint = "A call may need a larger `reward_timeout`" if is_limited else _ISOLATION
+        remedy = f"{_explain_call(given)}. {hint}"
         raise ConfigError(Problem("reward_funcs", found, remedy)) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {pluralize(len(texts), 'answer')}"
         raise ConfigError(Problem("reward_funcs", found, "return a list of one number for each"))
     for index, score in enumerate(scores):
         if score is not None and not (isinstance(score, Real) and abs(score) <= MAX_REWARD):  # type: ignore[operator]
-            found = f"{name} returned {score!r:.80} for the answer {texts[index]!r:.80}"
+            found = f"{name} returned {score!r:.80} for the answer {texts[index]!r:.80} to {prompts[index].where}"
             remedy = f"return finite numbers up to {MAX_REWARD:g}, or None to skip an answer"
             raise ConfigError(Problem("reward_funcs", found, remedy))
     return [None if score is None else float(score) for score in scores]

@@ -199,12 +199,14 @@ def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
         ({"prompt": "question.text", "completion": "a"}, DataError, "there is no column `question.text`"),
         ({"prompt": "number.text", "completion": "a"}, DataError, "there is no column `number.text`"),
+        ({"prompt": "graded.groundtruth", "completion": "a"}, DataError, "did you mean `graded.ground_truth`?"),
     ],
 )
 def test_invalid_dataset_columns_are_refused(
     tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
 ) -> None:
-    path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b", "number": "1"}] * 2)
+    row = {"question": "a", "a": "b", "number": "1", "graded": {"ground_truth": "1"}}
+    path = write_rows(tmp_path / "d.jsonl", [row] * 2)
     with pytest.raises(error) as caught:
         list(read_rows(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1

@@ -136,7 +136,7 @@ def test_during_returns_to_previous_phase(watchdog, clock):
 
 SILENT_PHASES = {
     *("the first step", "the work between two steps", "the work after an evaluation", "saving"),
-    *("computing metrics", "waiting for benchmark scores", "scoring answers"),
+    *("computing metrics", "waiting for benchmark scores", "scoring answers (`reward_timeout` limits a call)"),
 }
 """Phases that cannot report progress: compilation, disks, and functions of the user."""
 

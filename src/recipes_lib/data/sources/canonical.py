@@ -173,7 +173,8 @@ def _refuse_missing(source: Source, columns: Mapping[str, str | None]) -> None:
         for entry in islice(source.rows(), _MAX_WITHOUT_COLUMN) if missing else ():
             if isinstance(entry, RawRow):
                 row = entry.columns
-                where, known = where or entry.where, known | dict.fromkeys(row)
+                fields = (f"{name}.{at}" for name, value in row.items() if isinstance(value, Mapping) for at in value)
+                where, known = where or entry.where, known | dict.fromkeys((*row, *fields))
                 missing = {name: key for name, key in missing.items() if key not in row and _find(row, key) is None}
             if not missing:
                 return

@@ -110,7 +110,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
         remedy = "set " + " or ".join(f"`dataset_format: {name}`" for name in matches)
         raise DataError(Problem(where, f"the columns match several layouts: {found}", remedy))
     if not matches:
-        known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
+        known = "; ".join([*(" + ".join(layout.required) for layout in _LAYOUTS.values()), "in RL also prompt"])
         remedy = _suggest(raw, present, f"name them with `dataset_columns`, or convert the rows, to one of: {known}")
         raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout, written = _LAYOUTS[matches[0]], {_name_optional(column, matches[0]): column for column in raw}
