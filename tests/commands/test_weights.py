@@ -61,7 +61,9 @@ def test_merged_model_is_complete_and_records_provenance(merge, adapter, tmp_pat
     assert record["max_kl"] == 0.01
     assert record["mean_kl"] < 1e-6 < record["mean_kl_of_the_base"]
     card = (output / "README.md").read_text()
+    assert "\n# a merged model\n" in card
     assert "with the adapter a run merged into its weights" in card
+    assert "None" not in card
     assert str(tmp_path) not in card
     assert not [path for path in output.rglob("*") if "adapter" in path.name]
     assert [path.name for path in output.parent.iterdir()] == ["a merged model"]

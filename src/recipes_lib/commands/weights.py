@@ -252,7 +252,7 @@ def main_merge(argv: Sequence[str]) -> None:
         sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
         refuse_another_model(record)
         (model / MERGE_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        write_merge_card(model, record)
+        write_merge_card(model, options.output.resolve().name, record)
     sys.stdout.write(f"written to {options.output}\n")
 
 
