@@ -104,7 +104,9 @@ def test_refusal_of_hub_is_no_broken_connection(hub, load, status, code, found):
         load()
 
 
-@pytest.mark.parametrize("refused", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "refused", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model"]
+)
 def test_refused_file_of_tokenizer_is_not_a_missing_one(hub, refused, monkeypatch):
     send = hub._file
 

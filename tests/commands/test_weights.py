@@ -45,6 +45,7 @@ def merge(recipes, adapter):
 
 def test_merged_model_is_complete_and_records_provenance(merge, adapter, tmp_path, tiny_model_dir):
     output = tmp_path / "runs of mine" / "a merged model"
+    (adapter / "tokenizer.model").touch()
     printed = merge(output)
     messages = ("merged in float32", f"of {len(PROMPTS)} texts", "mean KL", "same top token  100.0%")
     assert all(words in printed for words in (*messages, f"written to {output}")), printed
@@ -56,12 +57,15 @@ def test_merged_model_is_complete_and_records_provenance(merge, adapter, tmp_pat
     assert merged.generation_config.eos_token_id == [0, 3]
     assert AutoTokenizer.from_pretrained(output).chat_template == AutoTokenizer.from_pretrained(adapter).chat_template
     record = json.loads((output / "merge.json").read_text())
+    assert (output / "tokenizer.model").is_file()
     assert record["base"] == str(tiny_model_dir)
     assert record["adapter"] == str(adapter)
     assert record["max_kl"] == 0.01
     assert record["mean_kl"] < 1e-6 < record["mean_kl_of_the_base"]
     card = (output / "README.md").read_text()
+    assert "\n# a merged model\n" in card
     assert "with the adapter a run merged into its weights" in card
+    assert "None" not in card
     assert str(tmp_path) not in card
     assert not [path for path in output.rglob("*") if "adapter" in path.name]
     assert [path.name for path in output.parent.iterdir()] == ["a merged model"]

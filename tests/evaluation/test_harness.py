@@ -17,6 +17,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from tests.evaluation.conftest import WORDS
 from tests.rows import read_rows, write_rows
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.evaluation import EvalConfig
@@ -73,6 +74,22 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         (sample,) = [one for one in theirs["samples"][row["task"]] if one["doc_id"] == row["doc_id"]]
         assert row["prompt_hash"] == sample["prompt_hash"]
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
+
+
+def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(model: Path, tasks: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = tokenizer.pad_token
+    answers = {}
+    for form in ("BOS $A", "BOS $A EOS"):
+        names = {"BOS": tokenizer.bos_token, "EOS": tokenizer.eos_token}
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            [names.get(part, part) for part in form.split()],
+            special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names.values()],
+        )
+        tokenizer.save_pretrained(model)
+        assert evaluate_model(build(model, tasks)) is not None
+        answers[form] = [row["answers"] for row in read_samples(model / "eval")]
+    assert answers["BOS $A"] == answers["BOS $A EOS"]
 
 
 def test_metric_that_fails_is_an_error_of_the_task(

@@ -159,6 +159,12 @@ def test_is_transient_follows_cause(hub):
     assert "403" in describe(error)
 
 
+@pytest.mark.parametrize("status", [403, 409, 413, 422, 500])
+def test_reason_of_the_hub_is_described_once(hub, status):
+    error = catch(hub, Fault(status, body=b'{"error": "over\\nquota"}'))
+    assert describe(error).count("over quota") == 1
+
+
 def test_url_signatures_are_removed_from_messages():
     error = OSError("PUT https://s3.example/large?X-Amz-Signature=secret&x=1 failed")
     assert describe(error) == "OSError: PUT https://s3.example/large failed"

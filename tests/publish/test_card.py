@@ -26,12 +26,13 @@ def record(**config):
 
 
 def test_card_lists_base_data_metrics_and_keys(tmp_path):
-    write_card(tmp_path, record(), {"eval_loss": 1.23456, "eval_num_target_tokens": 1000.0})
+    write_card(tmp_path, record(), {"eval_loss": 1.23456, "eval_kl": 0.0000123, "eval_num_target_tokens": 1000.0})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "meta-llama/Llama-3.1-8B"
     assert card.data.datasets == ["HuggingFaceH4/ultrachat_200k"]
     assert card.data.library_name == "transformers"
-    assert "| eval_loss | 1.2346 |" in card.text
+    assert (card.data.pipeline_tag, card.data.model_name) == ("text-generation", None)
+    assert "| eval_loss | 1.2346 |\n| eval_kl | 1.23e-05 |" in card.text
     assert "| eval_num_target_tokens | 1000.0 |" in card.text
     assert "learning_rate: 1e-05" in card.text
 
@@ -99,7 +100,7 @@ def test_current_folder_is_named(tmp_path, monkeypatch):
     write_card(Path(), record(model_name_or_path=".", output_dir="."), {})
     text = Path("README.md").read_text()
     assert "\n# mine\n" in text
-    assert "Mine after sft on ultrachat_200k" in text
+    assert "\nmine after sft on ultrachat_200k" in text
 
 
 def test_card_of_reward_model_loads_score_head(tmp_path):
@@ -130,6 +131,18 @@ def test_non_finite_metrics_are_shown(tmp_path, value):
     write_card(tmp_path, record(), read_run(tmp_path).find_figures())
     rows = f"| eval_loss | 2.5000 |\n| eval_mine | {value} |\n| eval_num_pairs | 3 |"
     assert rows in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_name_or_path": "gpt2"}, "\ngpt2 after sft on"),
+        ({"teacher_model_name_or_path": "/a/big"}, "| teacher | big |\n| git commit |"),
+        ({"teacher_model_name_or_path": "a/big", "teacher_model_revision": "v1"}, "\n| commit of the teacher | v1 |"),
+    ],
+)
+def test_models_of_a_run_are_named(tmp_path, keys, words):
+    assert words in build_card(tmp_path, record(**keys), {})
 
 
 def test_mixture_lists_parts(tmp_path):

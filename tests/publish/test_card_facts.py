@@ -71,6 +71,7 @@ def test_data_have_counts_and_fingerprints():
     assert list(describe_data(record(data=data))) == [("train", "3,000 prompts", "c" * 16), ("eval", "250 prompts", "")]
     assert list(describe_data(record(data=data | {"num_eval_prompts": 0}))) == [("train", "3,000 prompts", "c" * 16)]
     web, held_out = ({"name": name, "train": {"num_tokens": 5000, "num_documents": 12}} for name in ("web", "test"))
+    web |= {"name": "/data/web"}
     web |= {"eval": {"num_tokens": 70, "num_documents": 1}, "fingerprint": "a" * 64, "weight": 1.0}
     data = {"sources": [web], "held_out": held_out | {"fingerprint": "b" * 64}, "num_rows": 24}
     data["eval_datasets"] = {"news": {"name": "news", "train": {"num_documents": 2}, "fingerprint": "c" * 64}}
@@ -143,11 +144,17 @@ def test_limits_list_all_warnings():
     assert "answers were not measured." in limits
     scores = {"truthfulqa_mc1": {"scores": {"acc": {"value": 0.5, "stderr": None}}}}
     assert "not measured, but for the benchmarks above." in " ".join(list_limits(record(scores=scores), {}))
+    for number in (0, 9):
+        limits = " ".join(list_limits(record(data={"num_eval_prompts": number}), {"eval_reward": 1.0}))
+        assert ("held-out" in limits) == (number == 0)
     good = record(git_commit=COMMIT, config={"dataset_revision": COMMIT})
     measured, licence = list_limits(good, {"eval_loss": 1.0})
     assert "were not measured" in measured
     assert "states no licence" in licence
     assert "continues text" in next(list_limits(record("pretrain"), {}))
+    assert licence.endswith(": those of the model it began with and of its data apply.")
+    unstarted = record(config={"model_name_or_path": None})
+    assert any(limit.endswith(": those of its data apply.") for limit in list_limits(unstarted, {}))
     parts = [{"name": "owner/a", "revision": COMMIT}, {"name": "owner/b"}, {"name": "/data/c.jsonl"}]
     mixed = list(list_limits(record(git_commit=COMMIT, config={"dataset_mixture": parts}), {"eval_loss": 1.0}))
     assert [limit for limit in mixed if "pinned" in limit] == [

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from tests.publish.runs import finish, make_run
 from tests.training.configurations import build_recipe
 from tests.training.trajectories import make_packs, make_trainer
 from transformers.core_model_loading import PrefixChange
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as finishing
-from recipes_lib.publish.final_model import UNVERIFIED, export_model, finish_run, recipe
+from recipes_lib.publish.final_model import UNVERIFIED, copy_sentencepiece, export_model, finish_run, recipe
 from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.run import Run
@@ -126,6 +127,39 @@ def test_text_model_of_multimodal_checkpoint_is_exported_under_its_own_names(tra
     trainer.model._weight_conversions = [PrefixChange(prefix_to_remove="language_model", model_prefix="model")]
     export_model(trainer, folder)
     assert load_file(folder / "model.safetensors").keys() <= trainer.model.state_dict().keys()
+
+
+def test_sentencepiece_model_of_the_tokenizer_is_exported(trained):
+    trainer, folder = trained
+    (folder / "base").mkdir()
+    (folder / "base" / "tokenizer.model").write_bytes(b"pieces")
+    config = {"model_name_or_path": str(folder / "base"), "output_dir": str(folder)}
+    (folder / "run.json").write_text(json.dumps({"stage": "sft", "config": config}))
+    export_model(trainer, folder)
+    assert (folder / "tokenizer.model").read_bytes() == b"pieces"
+
+
+@pytest.mark.parametrize(
+    ("keys", "copied"),
+    [
+        ({"model_name_or_path": "org/model"}, True),
+        ({"model_name_or_path": "org/model", "model_revision": "c" * 40}, True),
+        ({"model_name_or_path": "org/model", "model_revision": "other"}, False),
+        ({"tokenizer_name_or_path": "org/model", "model_revision": "other"}, True),
+        ({"model_name_or_path": "org/model", "tokenizer_name_or_path": "org/other"}, False),
+        ({"model_name_or_path": None}, False),
+        ({"model_name_or_path": "/deleted/during/the/run"}, False),
+    ],
+)
+def test_sentencepiece_model_of_hub_is_copied_from_cache(tmp_path, monkeypatch, keys, copied):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--model"
+    for path, text in (("refs/main", "c" * 40), (f"snapshots/{'c' * 40}/tokenizer.model", "pieces")):
+        (repository / path).parent.mkdir(parents=True)
+        (repository / path).write_text(text)
+    copy_sentencepiece(ModelConfig(**keys), tmp_path)
+    copy_sentencepiece(ModelConfig(model_name_or_path=str(tmp_path)), tmp_path)
+    assert (tmp_path / "tokenizer.model").exists() == copied
 
 
 def test_interrupted_export_is_repeated(trained):

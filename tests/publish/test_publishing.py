@@ -465,13 +465,14 @@ def test_damaged_checkpoint_is_skipped(hub, run, publish):
     assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors does not match its SHA-256"
 
 
-def test_checkpoint_deleted_during_retry_is_skipped(hub, run, publish):
-    """The first upload fails transiently, and training deletes the checkpoint before the retry."""
+@pytest.mark.parametrize("kind", ["tree", "batch"])
+def test_checkpoint_deleted_during_retry_is_skipped(hub, run, publish, kind):
+    """The first request of a kind fails transiently, and training deletes the checkpoint before the retry."""
     for step in (10, 20):
         save_checkpoint(run, step)
 
-    def fail(kind):
-        if kind == "batch" and (run / "checkpoint-10").exists():
+    def fail(asked):
+        if asked == kind and (run / "checkpoint-10").exists():
             rotate(run, 1, ())
             return Fault(503)
         return None

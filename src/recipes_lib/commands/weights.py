@@ -235,6 +235,7 @@ def main_merge(argv: Sequence[str]) -> None:
         raise ConfigError(Problem("--base", f"{options.adapter} names no base model", "add --base, a folder or Hub id"))
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.publish.card import write_merge_card
+    from recipes_lib.publish.final_model import copy_sentencepiece
     from recipes_lib.publish.merging import merge, plan_merge
 
     base = ModelConfig(
@@ -252,7 +253,8 @@ def main_merge(argv: Sequence[str]) -> None:
         sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
         refuse_another_model(record)
         (model / MERGE_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        write_merge_card(model, record)
+        copy_sentencepiece(base, model)
+        write_merge_card(model, options.output.resolve().name, record)
     sys.stdout.write(f"written to {options.output}\n")
 
 

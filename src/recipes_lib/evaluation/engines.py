@@ -28,11 +28,13 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
+from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, read_last_line, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
@@ -274,6 +276,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if self.backend == "causal":
+            _drop_suffix(self.tokenizer)
 
     def _create_model(self, *args: Any, **options: Any) -> None:
         # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
@@ -320,6 +324,19 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if has_nan and torch.stack(has_nan).any():
             raise _build_logits_error()
         return tokens
+
+
+def _drop_suffix(tokenizer: Any) -> None:
+    """Make a tokenizer append no token to a text.
+
+    lm-eval 0.4.13 would predict the answer after the end of text that follows the prompt, and score the wrong tokens.
+    """
+    bare, whole = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True))
+    prefix = find_prefix(bare, whole)
+    if tokenizer.is_fast and len(whole) > len(prefix) + len(bare):
+        tokens = tokenizer.convert_ids_to_tokens(prefix)
+        named = list(zip(tokens, prefix, strict=True))
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing([*tokens, "$A"], special_tokens=named)
 
 
 def _load_complete(auto_class: Any, name: str, **options: Any) -> Any:

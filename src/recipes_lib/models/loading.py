@@ -42,7 +42,7 @@ from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeCon
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, explain_refusal, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
-from recipes_lib.models.model_files import MODEL_SHARDS, POLICY, find_damage, is_model
+from recipes_lib.models.model_files import MODEL_SHARDS, POLICY, SENTENCEPIECE, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import (
     build_dequantization,
@@ -57,7 +57,9 @@ logger = logging.getLogger(__name__)
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
-_OPTIONAL: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_OPTIONAL: Final = (
+    *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE, "special_tokens_map.json", "chat_template.jinja"),
+)
 """Files of a tokenizer that transformers 5.23 takes for missing if the Hub refuses them, as with too many requests."""
 SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
@@ -106,10 +108,9 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
         ConfigError: The tokenizer cannot be loaded, is not a fast one, or lacks an end-of-text token or a configured
             token; or the chat template cannot be read.
     """
-    is_own = config.tokenizer_name_or_path is not None
-    key = "tokenizer_name_or_path" if is_own else "model_name_or_path"
-    name = config.tokenizer_name_or_path or str(config.model_name_or_path)
-    revision = config.tokenizer_revision or (None if is_own else config.model_revision)
+    own = config.tokenizer_name_or_path
+    key, name = ("tokenizer_name_or_path", own) if own else ("model_name_or_path", str(config.model_name_or_path))
+    revision = config.tokenizer_revision or (None if own else config.model_revision)
     verify_remote_code(config)
     with explained(key, name):
         if not (Path(name).is_dir() or constants.HF_HUB_OFFLINE):
@@ -123,7 +124,6 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             # Beside mistral-common, which vLLM installs, transformers would prefer a tekken.json: not a fast tokenizer.
             mistral_format=False,
         )
-    # All problems are collected before raising.
     problems = []
     if not tokenizer.is_fast:
         remedy = "use a model with a tokenizer.json: the loss mask needs the offsets of a fast tokenizer"

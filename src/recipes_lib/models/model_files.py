@@ -22,6 +22,7 @@ POLICY: Final = "policy"
 """Name of the policy's weights in a checkpoint of RL: a safetensors file, or a folder with shards."""
 TEMPLATES: Final = "additional_chat_templates"
 """Folder of a tokenizer's chat templates besides the default one."""
+SENTENCEPIECE: Final = "tokenizer.model"
 MODEL_FILES: Final = (
     *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
     *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -207,7 +207,7 @@ def read_status(error: BaseException) -> int | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the first line of the Hub's error, or else of the original cause, without query strings of URLs.
+    """Return the first line of the Hub's error and its reason, or of the original cause, without query strings of URLs.
 
     Query strings of presigned URLs contain signatures.
     """
@@ -218,4 +218,7 @@ def describe(error: BaseException) -> str:
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
     # A heading has its reason in the next line.
     line = " ".join(lines[: 2 if lines and lines[0].endswith((":", "README.md.")) else 1])
+    # Which huggingface_hub writes below a line with the status and the URL, as of a quota.
+    reason = " ".join((getattr(shown, "server_message", None) or "").split())[:300]
+    line += f" ({reason})" if reason and reason not in line else ""
     return f"{type(shown).__name__}: {_QUERY.sub('', line)}" if line else type(shown).__name__

@@ -111,11 +111,14 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
     config, events = record["config"], read_events(folder)
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
     kind = (config.get("model_config") or {}).get("model_type", "language")
-    start = f"a {kind} model from random weights" if base is None else _find_name(base)
+    start = f"A {kind} model from random weights" if base is None else _find_name(base)
     name = _find_name(config.get("output_dir", folder))
     datasets = [str(part["name"]) for part in _list_parts(config)]
     facts = [("git commit", record.get("git_commit")), ("versions", _format_versions(record))]
-    subject = start[0].upper() + start[1:]
+    if teacher := config.get("teacher_model_name_or_path"):
+        revision = config.get("teacher_model_revision")
+        facts = [("teacher", _shorten(teacher)), ("commit of the teacher", revision), *facts]
+    subject = start
     if adapter is not None:
         facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
         subject = f"An adapter for {start},"
@@ -152,18 +155,20 @@ def _find_name(path: str | Path) -> str:
     return Path(path).name or Path(path).resolve().name
 
 
-def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
+def write_merge_card(folder: Path, name: str, record: Mapping[str, Any]) -> None:
     """Write the card of a merged model.
 
     Args:
         folder: Folder of the model.
+        name: Name of the model.
         record: Content of ``merge.json``.
     """
     base, adapter = _find_name(record["base"]), _find_name(record["adapter"])
     figures = {name: value for name, value in record.items() if isinstance(value, float)}
-    facts = {name: value for name, value in record.items() if name not in {*figures, "versions"}}
+    known = {name: value for name, value in record.items() if value is not None}
+    facts = {name: value for name, value in known.items() if name not in {*figures, "versions"}}
     text = _render(
-        name=_find_name(folder),
+        name=name,
         about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
         recipe="merged",
         is_chat=(folder / _CHAT_TEMPLATE).is_file(),
@@ -213,6 +218,8 @@ def _format_metadata(values: Record, scores: Sequence[Score]) -> str:
     base = None if _is_path(values["base"]) else values["base"]
     datasets = [name for name in dict.fromkeys(values.get("datasets", ())) if not _is_path(name)]
     metadata = ModelCardData(
+        # The Hub guesses it from `config.json`, which an adapter does not have.
+        pipeline_tag=None if values["recipe"] == "reward" else "text-generation",
         library_name="peft" if values.get("adapter") else "transformers",
         tags=["recipes-lib", values["recipe"]],
         base_model=base,
@@ -271,7 +278,8 @@ def describe_data(record: Record) -> Iterator[Row]:
         held_out_sets = [part for part in (data.get("held_out"), *(data.get("eval_datasets") or {}).values()) if part]
         sides = [(side, side, part) for side in ("train", "eval") for part in data["sources"]]
         sides += [("eval", "train", part) for part in held_out_sets]
-        splits = [(f"{split} {part['name']}", part.get(side), part.get("fingerprint")) for split, side, part in sides]
+        named = ((f"{split} {_shorten(part['name'])}", side, part) for split, side, part in sides)
+        splits = [(name, part.get(side), part.get("fingerprint")) for name, side, part in named]
     for split, counts, fingerprint in splits:
         found = counts if isinstance(counts, Mapping) else {}
         known = {word: found[name] for name, word in _COUNTS.items() if isinstance(found.get(name), int)}
@@ -368,8 +376,10 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield "It continues text. It was not trained to answer, to refuse, or to stop at the end of an answer."
     but = ", but for the benchmarks above" if any(list_scores(record)) else ""
     yield f"Its bias, its safety and the truth of its answers were not measured{but}."
-    yield "This card states no licence: those of the model it began with and of its data apply."
-    if not figures:
+    start = "" if record["config"].get("model_name_or_path") is None else "the model it began with and of "
+    yield f"This card states no licence: those of {start}its data apply."
+    # RL without held-out prompts measures the rewards of samples on those of the training.
+    if not figures or (record.get("data") or {}).get("num_eval_prompts") == 0:
         yield "It was not evaluated on held-out data."
     for finding in (record.get("data") or {}).get("findings", ()):
         if finding.get("severity") != "ok":
@@ -405,7 +415,9 @@ def _name_part(part: Record) -> str:
 
 def _show(value: Any) -> str:
     is_decimal = isinstance(value, float) and math.isfinite(value) and value != int(value)
-    return f"{value:.4f}" if is_decimal else "" if value is None else str(value)
+    # Four decimals would show a small divergence as 0.
+    decimals = ".4f" if is_decimal and abs(value) >= 0.001 else ".3g"
+    return f"{value:{decimals}}" if is_decimal else "" if value is None else str(value)
 
 
 def _read_adapter(folder: Path) -> dict[str, Any] | None:

@@ -8,18 +8,20 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, list_first
 from recipes_lib.files import find_record, inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
@@ -27,6 +29,7 @@ from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_origin
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
 from recipes_lib.models.loading import find_model_folder
+from recipes_lib.models.model_files import SENTENCEPIECE
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -138,7 +141,25 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             # Deleted during training; it is written again when the run ends, and then the card (``finish_run``).
             (folder / "README.md").unlink(missing_ok=True)
             return
+        names = ("model_name_or_path", "model_revision", "tokenizer_name_or_path", "tokenizer_revision")
+        copy_sentencepiece(ModelConfig(**{name: record["config"].get(name) for name in names}), folder)
         write_card(folder, record, read_run(folder).find_figures())
+
+
+def copy_sentencepiece(config: ModelConfig, folder: Path) -> None:
+    """Copy the SentencePiece model of a loaded tokenizer, if it has one, to the folder of a saved model.
+
+    transformers 5 does not save it, and llama.cpp converts no Gemma or Phi-3 without it.
+    """
+    own = config.tokenizer_name_or_path
+    name = own or str(config.model_name_or_path)
+    revision = config.tokenizer_revision or (None if own else config.model_revision)
+    # Of a folder that was deleted during the run, and of a run over its own start model.
+    with suppress(HFValidationError, shutil.SameFileError):
+        is_local = Path(name).is_dir()
+        file = Path(name, SENTENCEPIECE) if is_local else try_to_load_from_cache(name, SENTENCEPIECE, revision=revision)
+        if isinstance(file, str | Path) and Path(file).is_file():
+            shutil.copyfile(file, folder / SENTENCEPIECE)
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) -> None:

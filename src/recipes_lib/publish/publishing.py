@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,15 +108,19 @@ class Publication:
                     commit = retry(functools.partial(self._publish, contents))
                 except DamagedError as error:
                     self._say(f"{contents.name} is not published: {error}")
-                except Exception:
-                    # The type of the error for a deleted file depends on what upstream was doing at the time.
-                    if contents.source.exists():
-                        raise
-                    self._say(f"{contents.name} is not published: it was deleted in the meantime (save_total_limit)")
+                except Exception as error:
+                    self._skip_deleted(contents, error)
                 else:
                     self.num_commits += 1
                     self._say(f"published {contents.name} as {commit[:12]}")
                 self._is_done[_identify(contents)] = True
+
+    def _skip_deleted(self, contents: Contents, error: Exception) -> None:
+        """Report contents that were deleted while they were read; raise ``error`` if they are still there."""
+        # The type of the error for a deleted file depends on what upstream was doing at the time.
+        if contents.source.exists():
+            raise error
+        self._say(f"{contents.name} is not published: it was deleted in the meantime (save_total_limit)")
 
     def _find_pending(self, *, with_model: bool) -> list[Contents]:
         """Return the contents newer than the newest published ones: a branch never returns to an older checkpoint."""
@@ -126,7 +131,11 @@ class Publication:
                 continue
             key = _identify(contents)
             if key not in self._is_done:
-                self._is_done[key] = retry(functools.partial(self._is_published, contents))
+                try:
+                    self._is_done[key] = retry(functools.partial(self._is_published, contents))
+                except Exception as error:
+                    self._skip_deleted(contents, error)
+                    continue
             # Iteration is newest first, so everything from here on is older than a published checkpoint.
             if self._is_done[key]:
                 break
@@ -286,7 +295,7 @@ class BackgroundPublisher:
 
     def finish(self) -> None:
         """Wait up to ``WAIT_SECONDS`` until everything is published, and log the result."""
-        remedy = f"`recipes publish {self._folder}` publishes the rest"
+        remedy = f"`recipes publish {shlex.quote(str(self._folder))}` publishes the rest"
         _log(f"publishing to {self._target.repository}; if interrupted, {remedy}")
         self._is_over.set()
         # With `hub_strategy: end` the thread is not started before.

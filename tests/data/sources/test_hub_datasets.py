@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import datasets
 import pytest
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
+from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from tests.rows import write_rows
 
@@ -22,6 +24,7 @@ from recipes_lib.errors import DataError
 
 ROWS = [{"text": f"row {n}", "extra": None if n % 2 else {"a": n}} for n in range(2100)]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = ["train.jsonl"]
 
 
 def texts(source: Source) -> list[str]:
@@ -101,6 +104,35 @@ def test_offline_cache_serves_only_its_commit_and_whole_files(hub: Callable[[], 
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match="if its cached copy is damaged, delete it"):
         load_hub("name", None, None, "train", False)
+
+
+@pytest.mark.parametrize(
+    ("listed", "revision"),
+    [(FILES, None), (FILES, COMMIT), ([*FILES, "b.jsonl"], None), (None, None), (FILES, COMMIT[::-1])],
+    ids=["newest", "pinned", "interrupted", "unlisted", "other commit"],
+)
+def test_download_of_hub_client_is_read_offline_if_complete(
+    listed: list[str] | None, revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    repository = tmp_path / "datasets--org--name"
+    for folder in ("blobs", "refs", "trees", f"snapshots/{COMMIT}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    write_rows(repository / "blobs" / "0", ({"text": row["text"]} for row in ROWS))
+    (repository / "snapshots" / COMMIT / FILES[0]).symlink_to(repository / "blobs" / "0")
+    if listed is not None:
+        files = {file: {"size": 1, "blob_id": "0"} for file in listed}
+        (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    if listed != FILES or revision == COMMIT[::-1]:
+        with pytest.raises(DataError, match="go online"):
+            load_hub("org/name", None, revision, "train", False)
+        return
+    downloaded, streamed = (load_hub("org/name", None, revision, "train", streaming) for streaming in (False, True))
+    assert texts(downloaded) == texts(streamed) == [row["text"] for row in ROWS]
+    online = HubSource("org/name", COMMIT, "default", "train", False, None)
+    assert downloaded.fingerprint() == streamed.fingerprint() == online.fingerprint()
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -105,16 +105,10 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
             configuration or split does not exist, or is not accessible to this user.
     """
     go_offline_unless_reachable(name)
-    import datasets
-    from datasets.packaged_modules.cache.cache import Cache
-
     remedy = _REMEDY
     try:
-        builder = datasets.load_dataset_builder(name, config, revision=revision)
+        builder, commit = _open_builder(name, config, revision)
         remedy = _DAMAGED
-        # Offline, `datasets` substitutes a builder of its cache, which ignores the requested revision.
-        if isinstance(builder, Cache) and revision not in (None, builder.hash):
-            raise ConnectionError(f"offline, and the cached copy is commit {builder.hash}, not `{revision}`")
         if streaming:
             dataset = builder.as_streaming_dataset(split)
         else:
@@ -127,7 +121,38 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
         raise _describe_failure(name, error, remedy) from None
     sizes = builder.info.splits or {}
     size = sizes[split].num_bytes if split in sizes else None
-    return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
+    return HubSource(name, commit, str(builder.config.name), split, streaming, dataset, size)
+
+
+def _open_builder(name: str, config: str | None, revision: str | None) -> tuple[Any, str]:
+    """Return the builder of a Hub dataset at a revision, and its commit."""
+    import datasets
+    from datasets.packaged_modules.cache.cache import Cache
+
+    try:
+        builder = datasets.load_dataset_builder(name, config, revision=revision)
+        # Offline, `datasets` substitutes a builder of its cache, which ignores the requested revision.
+        if isinstance(builder, Cache) and revision not in (None, builder.hash):
+            raise ConnectionError(f"offline, and the cached copy is commit {builder.hash}, not `{revision}`")
+    except ConnectionError:
+        # Of the Hub's cache, which `hf download` fills, `datasets` reads nothing offline.
+        if (folder := _find_download(name, revision)) is None:
+            raise
+        return datasets.load_dataset_builder(str(folder), config), folder.name
+    return builder, str(builder.hash)
+
+
+def _find_download(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a dataset that `hf download` has completed; ``None`` if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:  # Also if files of the listing are missing.
+        return None
+    # Without this listing, huggingface_hub also returns the folder of an interrupted download.
+    return folder if (folder.parents[1] / "trees" / f"{folder.name}.json").is_file() else None
 
 
 def _keep_encoded(feature: Any) -> Any:
