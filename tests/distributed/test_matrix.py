@@ -40,9 +40,7 @@ def write_run(folder: Path, *, loss: float = 2.0, weight: float = 0.5) -> Path:
         ({"loss": math.nan, "weight": math.nan}, {"loss": math.inf, "weights": math.inf}),
     ],
 )
-def test_measure_gaps_returns_largest_differences(
-    tmp_path: Path, other: dict[str, float], gaps: dict[str, float]
-) -> None:
+def test_measure_gaps_returns_largest_differences(tmp_path, other, gaps) -> None:
     assert measure_gaps(write_run(tmp_path / "one"), write_run(tmp_path / "two", **other)) == gaps
 
 

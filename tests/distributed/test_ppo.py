@@ -285,9 +285,7 @@ def test_final_models_are_whole_and_load_in_transformers(sharded: tuple[Path, di
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["ppo", "ppo adapters"])
-def test_exported_sharded_checkpoint_is_final_policy(
-    sharded: tuple[Path, dict[str, Any]], name: str, tmp_path: Path
-) -> None:
+def test_exported_sharded_checkpoint_is_final_policy(sharded, name, tmp_path) -> None:
     assert_exported(sharded[0] / "two" / name, 8, tmp_path / "exported")
 
 
@@ -320,9 +318,7 @@ def assert_resumed_exactly(straight: Path, stopped: Path) -> None:
         pytest.param("more_sharded", "killed", 0, marks=pytest.mark.slow),
     ],
 )
-def test_resumed_sharded_run_reproduces_weights(
-    request: pytest.FixtureRequest, runs: str, name: str, code: object
-) -> None:
+def test_resumed_sharded_run_reproduces_weights(request, runs, name, code) -> None:
     """Rank 1 alone is preempted, between two tokens."""
     folder, codes = request.getfixturevalue(runs)
     assert codes[name] == code
@@ -331,9 +327,7 @@ def test_resumed_sharded_run_reproduces_weights(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_preemption_in_evaluation_bf16_and_other_world_size(
-    sharded: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_preemption_in_evaluation_bf16_and_other_world_size(sharded, tmp_path) -> None:
     folder, _ = sharded
     preempted = {**build_sharded(folder, 2), "fault": "preempted in evaluation"}
     half = {n: build_sharded(folder, n, bf16=True, max_steps=4) for n in (1, 2)}
@@ -356,9 +350,7 @@ def test_preemption_in_evaluation_bf16_and_other_world_size(
     [("fsdp2_offload", 2, ()), ("hsdp", 4, ("--parallelism_config_dp_shard_size=2",))],
     ids=["offload", "HSDP"],
 )
-def test_offload_and_hsdp_match_one_process(
-    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, file: str, num_processes: int, options: tuple[str, ...]
-) -> None:
+def test_offload_and_hsdp_match_one_process(sharded, tmp_path, file, num_processes, options) -> None:
     folder, _ = sharded
     job = build_sharded(folder, num_processes)
     sharding.run_jobs({"ppo": job}, tmp_path, file, *FULL_PRECISION, *options, num_processes=num_processes)

@@ -76,9 +76,7 @@ def test_fsdp2_run_matches_one_process(runs: tuple[Path, Any], alone: Path, cell
     assert_same_run(alone / cell, runs[0] / cell)
 
 
-def test_model_with_buffers_matches_one_process_and_resumes(
-    runs: tuple[Path, Any], inputs: Path, tmp_path: Path
-) -> None:
+def test_model_with_buffers_matches_one_process_and_resumes(runs, inputs, tmp_path) -> None:
     job = build_jobs(inputs, {BUFFERS: CELLS[PACKED]}, 1)[BUFFERS]
     keys = job["keys"] | {"model_name_or_path": inputs / "gemma"}
     sharding.run_jobs({BUFFERS: {**job, "keys": keys}}, tmp_path)
@@ -136,9 +134,7 @@ def test_each_rank_hashes_only_its_share(runs: tuple[Path, Any], cell: str) -> N
     assert sorted(second) == [name for name in sorted(files) if "/shard-00002-" in name or name == "rng_state_1.pth"]
 
 
-def test_checkpoint_is_resumed_in_other_layout(
-    runs: tuple[Path, Any], inputs: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_is_resumed_in_other_layout(runs, inputs, alone, tmp_path) -> None:
     """The optimizer states too: with fresh ones the third step differs."""
     assert_resumed(alone / LORA, runs[0] / "from one", 1e-5)
     job = build_jobs(inputs, {PACKED: CELLS[PACKED]}, 1)[PACKED]
@@ -147,9 +143,7 @@ def test_checkpoint_is_resumed_in_other_layout(
 
 
 @pytest.mark.slow
-def test_every_cell_is_resumed_in_other_layout(
-    runs: tuple[Path, Any], inputs: Path, alone: Path, tmp_path: Path
-) -> None:
+def test_every_cell_is_resumed_in_other_layout(runs, inputs, alone, tmp_path) -> None:
     packed, lora = (build_jobs(inputs, CELLS, size)[name] for size, name in ((2, PACKED), (1, LORA)))
     sharding.run_jobs({PACKED: resume(packed, alone / PACKED)}, tmp_path, "fsdp2", *FULL_PRECISION)
     sharding.run_jobs({LORA: resume(lora, runs[0] / LORA)}, tmp_path)
@@ -158,9 +152,7 @@ def test_every_cell_is_resumed_in_other_layout(
 
 
 @pytest.mark.parametrize("cell", [PACKED, LORA, "reward"])
-def test_exported_checkpoint_matches_one_process(
-    runs: tuple[Path, Any], alone: Path, cell: str, tmp_path: Path
-) -> None:
+def test_exported_checkpoint_matches_one_process(runs, alone, cell, tmp_path) -> None:
     assert_exported(alone / cell, runs[0] / cell, tmp_path / "out")
 
 

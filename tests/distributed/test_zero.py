@@ -26,9 +26,7 @@ def runs(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, sharding.run_jobs(jobs, folder / "zero3", "zero3", *FULL_PRECISION)
 
 
-def test_run_in_the_precision_of_the_launch_file_agrees_with_reference_and_reloaded_adapter(
-    inputs: Path, tmp_path: Path
-) -> None:
+def test_run_in_the_precision_of_the_launch_file_agrees_with_reference_and_reloaded_adapter(inputs, tmp_path) -> None:
     """In bf16: stored log-probabilities of the reference stay in float32, and a saved adapter is compared in bf16."""
     jobs = build_jobs(inputs, {name: ALL_CELLS[name] for name in IN_BF16}, 2)
     ended = sharding.run_jobs({name: in_bf16(job) for name, job in jobs.items()}, tmp_path, "zero2")

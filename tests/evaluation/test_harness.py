@@ -75,9 +75,7 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
-def test_metric_that_fails_is_an_error_of_the_task(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metric_that_fails_is_an_error_of_the_task(model, tasks, tmp_path, monkeypatch) -> None:
     """F1 of more than two classes needs an average; the stored answers serve the corrected task."""
     task = json.loads((tasks / "choice.yaml").read_text())
     (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
@@ -154,9 +152,7 @@ def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monk
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
-def test_empty_answers_and_reasoning_are_counted_before_filters(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_answers_and_reasoning_are_counted_before_filters(model, tasks, tmp_path, monkeypatch) -> None:
     chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
     task = json.loads((tasks / "written.yaml").read_text())
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
@@ -169,9 +165,7 @@ def test_empty_answers_and_reasoning_are_counted_before_filters(
         assert (found["num_empty"], found["num_reasoning"]) == (empty, reasoning)
 
 
-def test_scores_of_own_task_may_be_numpy_scalars(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_own_task_may_be_numpy_scalars(model, tasks, tmp_path, monkeypatch) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own.py").write_text(
         "import numpy as np\n\ndef score(doc, results):\n    return {'acc': np.bool_(results[0] == doc['a'])}\n\n"
@@ -273,9 +267,7 @@ def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: 
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"typo": 1}))
 
 
-def test_answered_requests_are_not_repeated_after_kill(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answered_requests_are_not_repeated_after_kill(model, tasks, monkeypatch) -> None:
     def fail_after(number: int) -> TableModel:
         left = iter(range(number))
 
@@ -298,9 +290,7 @@ def test_answered_requests_are_not_repeated_after_kill(
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 
 
-def test_output_folder_is_locked_and_must_be_writable(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_folder_is_locked_and_must_be_writable(model, tasks, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(harness, "build_engine", lambda *_: TableModel(lambda *_: 0.0))
     (tmp_path / "out" / ".requests").mkdir(parents=True)
     config = build(model, tasks, "local_choice", output_dir=str(tmp_path / "out"))

@@ -109,9 +109,7 @@ def _format_loss_types(value: Any) -> str:
     [("chat", DPO, [(True, True), (False, False)]), ("text", RPO, [(True, False), (False, True)])],
     ids=["dpo", "rpo"],
 )
-def test_dpo_trajectory_equals_trl(
-    layout: str, keys: dict[str, Any], options: list[tuple[bool, bool]], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_dpo_trajectory_equals_trl(layout, keys, options, tiny_model_dir, tmp_path) -> None:
     model_dir = trl_runs.copy_with_template(tiny_model_dir, tmp_path / "model", TEMPLATE)
     rows = write_rows(tmp_path / "rows.jsonl", make_pairs(layout))
     arguments = partial(DPOConfig, max_length=None, **SHARED, **keys)

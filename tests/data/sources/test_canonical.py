@@ -166,9 +166,7 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
         ({"q": '{"of": {"text": "a"}}', "c": "b"}, {"prompt": "q.of.text", "completion": "c"}, None),
     ],
 )
-def test_dataset_columns_equal_renamed_dataset(
-    tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
-) -> None:
+def test_dataset_columns_equal_renamed_dataset(tmp_path, row, columns, same) -> None:
     name = str(tmp_path / "d.jsonl")
     write_rows(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
     expected = list(read_rows(load_source(name)))
@@ -201,9 +199,7 @@ def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name
         ({"prompt": "number.text", "completion": "a"}, DataError, "there is no column `number.text`"),
     ],
 )
-def test_invalid_dataset_columns_are_refused(
-    tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
-) -> None:
+def test_invalid_dataset_columns_are_refused(tmp_path, columns, error, words) -> None:
     path = write_rows(tmp_path / "d.jsonl", [{"question": "a", "a": "b", "number": "1"}] * 2)
     with pytest.raises(error) as caught:
         list(read_rows(load_source(str(path), columns=columns)))
