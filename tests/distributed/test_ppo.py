@@ -115,13 +115,13 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return sharding.build_job("ppo", flags)
 
 
-def build_groups(inputs: Path, num_processes: int) -> sharding.Job:
+def build_groups(inputs: Path, num_processes: int, **more: Any) -> sharding.Job:
     """Build a job of GRPO with groups of four answers."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
     flags = keys_task.build_group_flags(
         inputs / "policy", inputs, inputs / "prompts.jsonl",
-        **{name: value for name, value in SHARDED.items() if name not in own} | batch,
+        **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
         steps_per_generation=8 // num_processes,
     )  # fmt: skip
     return sharding.build_job("grpo", flags)
