@@ -133,7 +133,6 @@ def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "positions", "message"),
     [
-        pytest.param("local_choise", 512, "did you mean `local_choice`", marks=pytest.mark.slow),  # Reads 14,000 files.
         ("local_broken", 512, "do not fit its first row"),
         ("local_code", 512, "runs the code that the model writes"),
         ("local_written", 8, "an answer of 8 tokens does not fit the 8 positions"),
