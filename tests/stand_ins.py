@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import trl
 from tests import tiny
+from tests.tiny import sizes
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -75,14 +76,7 @@ TOKENS: Mapping[str, tuple[tuple[str, ...], str, str | None]] = {
     "gemma": (("<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<pad>"),
 }
 """Family -> special tokens, end-of-text token, padding token."""
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16384,
-}
+SMALL = sizes(32, 2, 4, num_key_value_heads=2, max_position_embeddings=16384)
 
 
 def find_family(name: str) -> str:

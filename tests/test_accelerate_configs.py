@@ -95,9 +95,7 @@ ZERO3 = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAV
         ),
     ],
 )
-def test_launch_file_sets_environment_of_processes(
-    name: str, expected: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_file_sets_environment_of_processes(name, expected, monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     environment = read_environment(FOLDER / f"{name}.yaml", "--machine_rank", "0", "--main_process_ip", "127.0.0.1")
     assert {key: environment[key] for key in expected} == expected

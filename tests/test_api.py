@@ -77,9 +77,7 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     run_python(f"from recipes_lib.files import try_lock; assert try_lock(open({str(lock)!r}, 'a'), of_process=True)")
 
 
-def test_train_is_independent_of_working_directory_and_restores_progress_bars(
-    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_is_independent_of_working_directory_and_restores_progress_bars(keys, tmp_path, monkeypatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     train_step = SFTTrainer.training_step

@@ -73,9 +73,7 @@ def test_foreseen_end_prints_reason_without_traceback(error, code, message, caps
     assert "bug" not in errors
 
 
-def test_preemption_is_printed_by_rank_0_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preemption_is_printed_by_rank_0_only(monkeypatch, capsys) -> None:
     stopped = raising(PreemptedError("SIGTERM: stopped after step 3; run the same command to resume"))
     assert run_command(stopped) == 75
     assert capsys.readouterr().err == "SIGTERM: stopped after step 3; run the same command to resume\n"
@@ -284,18 +282,14 @@ def recipe(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def test_parse_or_exit_returns_config_and_installs_signal_handlers(
-    recipe: list[str], installed: list[StopRequest]
-) -> None:
+def test_parse_or_exit_returns_config_and_installs_signal_handlers(recipe, installed) -> None:
     config = parse_or_exit("sft", [*recipe, "--learning_rate", "1e-3"])
     assert installed == [STOP]
     assert config.recipe == "sft"
     assert config.training["learning_rate"] == 1e-3
 
 
-def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(
-    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(recipe, tmp_path, monkeypatch) -> None:
     """They would otherwise take the launcher's SIGTERM for a preemption, after which a job is queued again."""
     for number in "01":
         (tmp_path / number).mkdir()
@@ -320,9 +314,7 @@ def test_no_garbage_is_collected_at_exit() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
-def test_help_and_print_config_exit_with_code_0(
-    flag: str, recipe: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_and_print_config_exit_with_code_0(flag, recipe, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         parse_or_exit("sft", [*recipe, flag])
     assert exit_.value.code == 0

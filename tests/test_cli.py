@@ -56,9 +56,7 @@ def test_interrupt_during_imports_has_no_traceback(module: str, command: str, pr
     assert (done.returncode, done.stderr) == (130, printed)
 
 
-def test_deleted_working_directory_is_an_error(
-    echo: None, tmp_path: Path, recipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_working_directory_is_an_error(echo, tmp_path, recipes, monkeypatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -203,9 +201,7 @@ def test_names_of_recipes_are_known() -> None:
         (["train", "sft_long.yaml"], "sft"),
     ],
 )
-def test_recipe_and_file_may_be_written_without_their_flags(
-    typed: list[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_and_file_may_be_written_without_their_flags(typed, recipe, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sft_long.yaml").write_text("{model_name_or_path: a/b, dataset_name: c/d, output_dir: out}")
     assert cli.main([*typed, "--dry-run", "--learning-rate", "1e-5"]) == 0

@@ -95,9 +95,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 7\ntotal_
         ("9:memory:/slurm/uid_0/job_7/task_0", "memory/slurm/uid_0/job_7", V1),
     ],
 )
-def test_limit_of_container_or_job_excludes_page_cache(
-    tmp_path, monkeypatch, own, limited, version, limit, left
-) -> None:
+def test_limit_of_container_or_job_excludes_page_cache(tmp_path, monkeypatch, own, limited, version, limit, left):
     for name in ("_PROCESSES", "_CGROUPS"):
         monkeypatch.setattr(hardware, name, tmp_path)
     (tmp_path / "self").mkdir()
@@ -131,14 +129,7 @@ def test_device_memory_is_that_of_first_device(monkeypatch) -> None:
         ({"g++"}, True, (6, 1), "no Triton for its GPU, which needs compute capability 7.0 or later"),
     ],
 )
-def test_compiler_obstacle_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    compilers: set[str],
-    has_header: bool,
-    capability: tuple[int, int] | None,
-    expected: str,
-) -> None:
+def test_compiler_obstacle_names_what_is_missing(monkeypatch, tmp_path, compilers, has_header, capability, expected):
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in compilers else None)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
@@ -157,9 +148,7 @@ def test_compiler_obstacle_names_what_is_missing(
 @pytest.mark.parametrize(
     ("is_cuda", "version", "compiles"), [(False, "2.13.0", False), (False, "2.14.1", True), (True, "2.13.0", True)]
 )
-def test_linker_flags_of_torch_lose_path_with_space(
-    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, version: str, compiles: bool
-) -> None:
+def test_linker_flags_of_torch_lose_path_with_space(monkeypatch, is_cuda, version, compiles) -> None:
     monkeypatch.setattr(torch, "__file__", "/opt/a b/torch/__init__.py")
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_cuda)
@@ -180,14 +169,7 @@ def test_linker_flags_of_torch_lose_path_with_space(
         ("13.0", None, False, ""),
     ],
 )
-def test_gpu_obstacle_is_the_reason_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    build: str | None,
-    visible: str | None,
-    has_device: bool,
-    expected: str,
-) -> None:
+def test_gpu_obstacle_is_the_reason_of_torch(monkeypatch, tmp_path, build, visible, has_device, expected) -> None:
     def fail() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it.")
 

@@ -186,9 +186,8 @@ def test_recipes_keep_import_rules() -> None:
     assert [fault for path, source in read_recipes().items() for fault in find_recipe_faults(path, source)] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+PLANTED = {
+    find_forbidden_imports: [
         ("data/chat.py", "from recipes_lib.models.loading import load_tokenizer"),
         ("data/chat.py", "import recipes_lib.models.loading"),
         ("data/chat.py", "from recipes_lib import models"),
@@ -205,50 +204,42 @@ def test_recipes_keep_import_rules() -> None:
         ("errors.py", "from recipes_lib.config.schema import DataConfig"),
         ("newroom/thing.py", "import os"),
     ],
-)
-def test_find_forbidden_imports_finds_planted_import(path: str, source: str) -> None:
-    assert len(find_forbidden_imports(path, source)) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        ("data/chat.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
-        ("training/sft.py", "from recipes_lib.losses import next_token"),
-        ("commands/check.py", "from recipes_lib import __version__"),
-        ("cli.py", "from recipes_lib import __version__"),
-    ],
-)
-def test_find_forbidden_imports_accepts_allowed_import(path: str, source: str) -> None:
-    assert find_forbidden_imports(path, source) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+    find_fence_breaches: [
         ("training/sft.py", "def f():\n    import peft"),
         ("models/loading.py", "from peft import LoraConfig"),
         ("data/chat.py", "from datasets import Dataset"),
         ("models/heads.py", "from trl import SFTTrainer"),
     ],
-)
-def test_find_fence_breaches_finds_planted_import(path: str, source: str) -> None:
-    assert len(find_fence_breaches(path, source)) == 1
-    assert find_fence_breaches("models/adapters/lora.py", "import peft") == []
-
-
-@pytest.mark.parametrize("path", ["cli.py", "config/loader.py"])
-def test_find_slow_imports_finds_planted_import(path: str) -> None:
-    assert len(find_slow_imports(path, "def f():\n    import torch.nn as nn")) == 1
-    assert find_slow_imports("models/heads.py", "import torch") == []
+    find_slow_imports: [(path, "def f():\n    import torch.nn as nn") for path in ("cli.py", "config/loader.py")],
+    find_recipe_faults: [
+        ("pretrain.py", source)
+        for source in ("import sft", "from dpo import main", "import torch", "from transformers import Trainer")
+    ],
+}
+ALLOWED = {
+    find_forbidden_imports: [
+        ("data/chat.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
+        ("training/sft.py", "from recipes_lib.losses import next_token"),
+        ("commands/check.py", "from recipes_lib import __version__"),
+        ("cli.py", "from recipes_lib import __version__"),
+    ],
+    find_fence_breaches: [("models/adapters/lora.py", "import peft")],
+    find_slow_imports: [("models/heads.py", "import torch")],
+    find_recipe_faults: [("lora.py", "import sys\nfrom recipes_lib.training.run import Run")],
+}
 
 
 @pytest.mark.parametrize(
-    "source", ["import sft", "from dpo import main", "import torch", "from transformers import Trainer"]
+    ("find", "path", "source", "num_faults"),
+    [
+        (find, *case, num_faults)
+        for num_faults, cases in ((1, PLANTED), (0, ALLOWED))
+        for find, planted in cases.items()
+        for case in planted
+    ],
 )
-def test_find_recipe_faults_finds_planted_import(source: str) -> None:
-    assert len(find_recipe_faults("pretrain.py", source)) == 1
-    assert find_recipe_faults("lora.py", "import sys\nfrom recipes_lib.training.run import Run") == []
+def test_planted_imports_are_found(find, path, source, num_faults) -> None:
+    assert len(find(path, source)) == num_faults
 
 
 @pytest.mark.parametrize(("num_lines", "num_faults"), [(40, 0), (41, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -66,16 +67,16 @@ def leave_ids_out(tokenizer: PreTrainedTokenizerFast, shift: int) -> PreTrainedT
     return sparse
 
 
-def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Path:
-    """Write a random two-layer Llama (fp32) and the tokenizer beside it."""
+def sizes(width: int, num_layers: int, num_heads: int, **more: Any) -> dict[str, Any]:
+    """Return the sizes of a model in the keys of most architectures; its MLPs are twice as wide as its layers."""
+    layers = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads}
+    return {"hidden_size": width, "intermediate_size": 2 * width} | layers | more
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: int) -> Path:
+    """Write a random Llama (fp32), of two layers without ``changes`` of its sizes, and the tokenizer beside it."""
     config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
+        **sizes(64, 2, 4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=512) | changes,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

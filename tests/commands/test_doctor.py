@@ -36,9 +36,7 @@ def find(findings: list[doctor.Finding], name: str) -> doctor.Finding:
     return match
 
 
-def test_each_capability_has_one_verdict_without_network(
-    no_compiled_packages: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_capability_has_one_verdict_without_network(no_compiled_packages, monkeypatch, capsys) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: CANARY)
     monkeypatch.setattr(huggingface_hub, "whoami", lambda: pytest.fail("sent a request"))
     findings = {finding.name: finding for finding in doctor.examine()}
@@ -66,13 +64,7 @@ def test_named_extras_exist_in_pyproject() -> None:
 @pytest.mark.parametrize(
     ("version", "verdict"), [("0.1", "broken"), (None, "missing")], ids=["too old", "not installed"]
 )
-def test_exit_code_is_2_for_invalid_core_package(
-    version: str | None,
-    verdict: str,
-    no_compiled_packages: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_exit_code_is_2_for_invalid_core_package(version, verdict, no_compiled_packages, monkeypatch, capsys) -> None:
     real = doctor.find_version
     monkeypatch.setattr(doctor, "find_version", lambda name: version if name == "trl" else real(name))
     assert doctor.main([]) == 2
@@ -128,9 +120,7 @@ def test_import_reports_version_or_timeout(monkeypatch: pytest.MonkeyPatch) -> N
         ((7, 5), "", "missing", "packed rows use sdpa (flash_attention_3 needs a GPU of compute capability 9.0; "),
     ],
 )
-def test_attention_matches_training_choice(
-    capability: tuple[int, int], installed: str, verdict: str, detail: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_matches_training_choice(capability, installed, verdict, detail, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     for name in kernels.FLASH_IS_INSTALLED:

@@ -172,9 +172,7 @@ def run_here(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(words, run_recipes([str(word) for word in words[4:]]))
 
 
-def test_watch_evaluates_each_complete_checkpoint_once(
-    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes
-) -> None:
+def test_watch_evaluates_each_complete_checkpoint_once(evaluated, tmp_path, monkeypatch, recipes) -> None:
     monkeypatch.setattr("subprocess.run", run_here)
     run = tmp_path / "a run"
     write_status(run, "done")

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.tiny import sizes
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -27,15 +28,7 @@ from recipes_lib.models.model_files import MODEL_SHARDS
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.checkpoints.sharded import read_trained_state, write_shards
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 1,
-}
+SIZES = sizes(32, 2, 2, vocab_size=512, num_key_value_heads=1, pad_token_id=1)
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -30,9 +30,7 @@ def read_file(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / ROWS_FILE).read_text().splitlines() if line]
 
 
-def test_run_writes_rows_and_page_and_skips_passed_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_writes_rows_and_page_and_skips_passed_checks(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ["--output", str(tmp_path / "my proof"), "--only", *QUICK]
     assert prove.main(flags) == EXIT_DONE
@@ -60,9 +58,7 @@ def test_failing_check_is_a_row_and_exit_code_2(tmp_path: Path, monkeypatch: pyt
     assert "| one | fails | failed |" in (tmp_path / prove.PAGE).read_text()
 
 
-def test_rows_of_other_machines_and_broken_rows_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_other_machines_and_broken_rows_are_ignored(tmp_path, monkeypatch, capsys) -> None:
     calls: list[str] = []
 
     def count(bench: Bench) -> Mapping[str, Any]:

@@ -51,9 +51,7 @@ def test_from_until_only_and_list_select_stages(path: Path, recipes) -> None:
         (["--only", "a-2"], ["a-2"]),
     ],
 )
-def test_sweeps_and_loops_are_selected_by_their_names(
-    flags: list[str], chosen: list[str], tmp_path: Path, recipes
-) -> None:
+def test_sweeps_and_loops_are_selected_by_their_names(flags, chosen, tmp_path, recipes) -> None:
     stages = {
         "begin": {"run": "true"},
         "sweep": {"recipe": "sft", "matrix": {"seed": [1, 2]}},
@@ -78,9 +76,7 @@ def test_shipped_pipeline_is_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_folder_with_name_of_shipped_pipeline_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipes
-) -> None:
+def test_folder_with_name_of_shipped_pipeline_is_not_opened(tmp_path, monkeypatch, recipes) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "zephyr", "runs"):
         (tmp_path / name).mkdir()
@@ -325,9 +321,7 @@ SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo":
 
 
 @pytest.mark.parametrize(("name", "num_stages"), SHIPPED.items())
-def test_keys_of_shipped_pipeline_are_valid(
-    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, recipes
-) -> None:
+def test_keys_of_shipped_pipeline_are_valid(name, num_stages, monkeypatch, recipes) -> None:
     monkeypatch.chdir(ROOT)
     assert (
         recipes("run", f"recipes/pipelines/{name}.yaml", "--check", "--keys") == f"{num_stages} stages, ready to run\n"

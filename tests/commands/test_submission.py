@@ -76,9 +76,7 @@ STOPPED = "kill -USR1 $(cut -d ' ' -f 4 /proc/$PPID/stat); exec sleep 60"
 @pytest.mark.parametrize(
     ("program", "is_requeued"), [(STOPPED, True), ("exit 75", True), ("exit 4", True), ("exit 1", False)]
 )
-def test_stage_that_does_not_train_is_requeued_if_it_was_stopped(
-    cluster: Cluster, install, program: str, is_requeued: bool
-) -> None:
+def test_stage_that_does_not_train_is_requeued_if_it_was_stopped(cluster, install, program, is_requeued) -> None:
     install({"scontrol": '#!/bin/bash\necho "scontrol $*" >> "$SLURM/calls"\n'})
     cluster.pipeline.write_text(json.dumps({"stages": {"one": {"run": ["bash", "-c", program]}}}))
     cluster.run()

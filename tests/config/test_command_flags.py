@@ -24,9 +24,7 @@ from recipes_lib.cli import main
         ("demo --output build", "output_dir"),  # The name in other programs.
     ],
 )
-def test_misspelt_flag_is_refused_with_the_nearest(
-    command: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelt_flag_is_refused_with_the_nearest(command, meant, capsys) -> None:
     words = command.split()
     flag = next(word for word in words if word.startswith("--")).partition("=")[0]
     assert main(words) == 2
@@ -40,9 +38,7 @@ def test_misspelt_flag_is_refused_with_the_nearest(
         ("plan --model gpt2", "--model: unknown key `model`\n    did you mean `model_name_or_path`?"),
     ],
 )
-def test_misspelt_key_is_explained_by_the_loader(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelt_key_is_explained_by_the_loader(command, message, capsys) -> None:
     assert main(command.split()) == 2
     assert message in capsys.readouterr().err
 
@@ -67,8 +63,6 @@ def test_commands_have_one_parser_class() -> None:
         ("report a --output b.html", "--output: needs --compare\n    write it too, or remove this one"),
     ],
 )
-def test_flags_are_verified_together_when_they_are_parsed(
-    command: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_are_verified_together_when_they_are_parsed(command, problem, capsys) -> None:
     assert main(command.split()) == 2
     assert capsys.readouterr().err == f"{problem}\n"

@@ -319,9 +319,7 @@ COMPATIBLE = {
 @pytest.mark.parametrize(
     ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in INCOMPATIBLE.items() for row in rows]
 )
-def test_incompatible_keys_are_refused_at_their_line(
-    problems_of, recipe: str, lines: str, line: int, words: str
-) -> None:
+def test_incompatible_keys_are_refused_at_their_line(problems_of, recipe, lines, line, words) -> None:
     (problem,) = problems_of(f"{lines}\n", recipe=recipe)
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy

@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
 
-def test_token_boundaries_are_found_and_inner_positions_refused(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_token_boundaries_are_found_and_inner_positions_refused(tiny_tokenizer) -> None:
     text = "<|im_start|>user\nThe capital of France is Paris.<|im_end|>"
     encoding = tiny_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     starts = {start: token for token, (start, _) in enumerate(encoding.offsets)}
@@ -35,9 +33,7 @@ def test_multi_token_character_is_counted_whole(tiny_tokenizer: PreTrainedTokeni
     assert [count_tokens_before(encoding, text, at, set()) for at in range(4)] == [0, 1, 5, 6]
 
 
-def test_absorbed_white_space_belongs_to_special_token_and_dropped_characters_to_none(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_absorbed_white_space_belongs_to_special_token_and_dropped_characters_to_none(tiny_tokenizer) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer.backend_tokenizer)
     tokenizer.add_special_tokens([AddedToken("<x>", special=True, lstrip=True, rstrip=True)])
     special = {tokenizer.token_to_id("<x>")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import sizes
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
@@ -24,14 +25,7 @@ def load(folder: Path, *, is_teacher: bool) -> Any:
 def make_teacher() -> Any:
     """A model with a soft cap on its logits and a smaller vocabulary than the student's."""
     config = Gemma2Config(
-        vocab_size=500,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        final_logit_softcapping=3.0,
+        **sizes(32, 1, 2, vocab_size=500, num_key_value_heads=1, head_dim=16), final_logit_softcapping=3.0
     )
     with torch.random.fork_rng():
         torch.manual_seed(3)

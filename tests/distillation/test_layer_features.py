@@ -170,9 +170,7 @@ def test_feature_losses_are_independent_of_document_order_and_rows(compute) -> N
             torch.testing.assert_close(gradient, gradients[name], atol=1e-5, rtol=1e-3)
 
 
-def test_feature_losses_are_independent_of_accumulation_and_checkpointing(
-    tiny_model_dir, student_dir, tmp_path
-) -> None:
+def test_feature_losses_are_independent_of_accumulation_and_checkpointing(tiny_model_dir, student_dir, tmp_path):
     logs = []
     accumulated = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
     for name, keys in (("plain", {"per_device_train_batch_size": 4}), ("accumulated", accumulated)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from tests.distributed import sharding
@@ -15,9 +14,7 @@ COMPILED = {"torch_compile": "true", "torch_compile_backend": "aot_eager"}
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("file", "options"), [("fsdp2", FULL_PRECISION), ("cpu_ddp", ())])
-def test_compiled_layers_match_one_eager_process(
-    inputs: Path, alone: Path, tmp_path: Path, file: str, options: tuple[str, ...]
-) -> None:
+def test_compiled_layers_match_one_eager_process(inputs, alone, tmp_path, file, options) -> None:
     cell = {"sft packed": CELLS["sft packed"]}
     jobs = {name: {**job, "keys": {**job["keys"], **COMPILED}} for name, job in build_jobs(inputs, cell, 2).items()}
     ended = sharding.run_jobs(jobs, tmp_path, file, *options)

@@ -39,9 +39,7 @@ LEFT_OUT = ("epoch", "runtime", "per_second", "flos")
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("more", [{}, {"lmbda": 0.5, "response_length": 6}], ids=["off_policy", "on_policy"])
-def test_two_processes_match_one(
-    tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_two_processes_match_one(tiny_model_dir, tiny_tokenizer_dir, tmp_path, more) -> None:
     student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
     trainer, recorder, _ = students.make_distiller(
         student_dir, tiny_model_dir, tmp_path / "one", make_packs(), **KEYS, **LAYERS, **ONE, **more
@@ -63,9 +61,7 @@ def test_two_processes_match_one(
 
 
 @pytest.mark.multiprocess
-def test_sharded_models_have_loss_and_gradients_of_whole_ones(
-    tiny_model_dir: Path, tiny_tokenizer_dir: Path, tmp_path: Path
-) -> None:
+def test_sharded_models_have_loss_and_gradients_of_whole_ones(tiny_model_dir, tiny_tokenizer_dir, tmp_path) -> None:
     student_dir = students.save_student(tmp_path / "student", tiny_tokenizer_dir)
     run_forked("tests.distributed.test_distill", student_dir, tiny_model_dir, tmp_path / "sharded.pt")
     loss, gradients = _score(student_dir, tiny_model_dir, is_sharded=False)

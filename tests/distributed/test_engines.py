@@ -28,7 +28,7 @@ def run_jobs(folder: Path, names: Collection[str]) -> tuple[Path, dict[str, Any]
     served = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}"}
 
     def build(**keys: Any) -> sharding.Job:
-        return build_groups(folder, 2, "grpo", **RATE | keys)
+        return build_groups(folder, 2, **RATE | keys)
 
     jobs: dict[str, sharding.Job] = {
         "colocated": build(vllm_enable_sleep_mode=True),

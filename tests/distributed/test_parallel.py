@@ -84,9 +84,7 @@ def test_resumed_run_reproduces_weights(runs: tuple[Path, Any]) -> None:
     assert_resumed(runs[0] / PACKED, runs[0] / "resumed")
 
 
-def test_checkpoint_is_resumed_in_other_layout(
-    runs: tuple[Path, Any], alone: Path, inputs: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_is_resumed_in_other_layout(runs, alone, inputs, tmp_path) -> None:
     assert_resumed(alone / TIED, runs[0] / "from one", 1e-5)
     job = build_jobs(inputs, CHOSEN, 1)[PACKED]
     sharding.run_jobs({"back": resume(job, runs[0] / PACKED)}, tmp_path)
@@ -94,9 +92,7 @@ def test_checkpoint_is_resumed_in_other_layout(
 
 
 @pytest.mark.parametrize("cell", CHOSEN)
-def test_exported_checkpoint_matches_one_process(
-    runs: tuple[Path, Any], alone: Path, cell: str, tmp_path: Path
-) -> None:
+def test_exported_checkpoint_matches_one_process(runs, alone, cell, tmp_path) -> None:
     export_checkpoint(runs[0] / cell / "checkpoint-2", tmp_path / "out")
     assert measure_weight_gap(alone / cell / "checkpoint-2", tmp_path / "out") <= 1e-5
 

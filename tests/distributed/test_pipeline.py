@@ -83,9 +83,7 @@ def test_rollback_reproduces_run_without_skipped_rows(two: tuple[Path, Any]) -> 
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_checkpoint_is_resumed_in_other_layout(
-    inputs: Path, alone: Path, two: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_checkpoint_is_resumed_in_other_layout(inputs, alone, two, tmp_path) -> None:
     """The optimizer states too: with fresh ones the third step differs."""
     folder, _ = two
     assert_resumed(alone / "packed", folder / "from one", 1e-5)

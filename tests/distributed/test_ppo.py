@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,8 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return sharding.build_job("ppo", flags)
 
 
-def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> sharding.Job:
-    """Build a job of RLOO or GRPO with groups of four answers."""
+def build_groups(inputs: Path, num_processes: int, **more: Any) -> sharding.Job:
+    """Build a job of GRPO with groups of four answers."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
     flags = keys_task.build_group_flags(
@@ -125,13 +124,7 @@ def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> 
         **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
         steps_per_generation=8 // num_processes,
     )  # fmt: skip
-    return sharding.build_job(recipe, flags)
-
-
-def list_groups(inputs: Path, num_processes: int, names: Iterable[str]) -> dict[str, sharding.Job]:
-    """Build the named jobs of ``GROUP_JOBS``."""
-    chosen = {name: GROUP_JOBS[name] for name in names}
-    return {name: build_groups(inputs, num_processes, recipe, **more) for name, (recipe, more) in chosen.items()}
+    return sharding.build_job("grpo", flags)
 
 
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
@@ -143,16 +136,6 @@ def write_other_reward_model(policy: Path, folder: Path) -> Path:
     MistralForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
     return folder
-
-
-GROUP_JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rloo": ("rloo", {}),
-    "grpo": ("grpo", {}),
-    "grpo adapter": ("grpo", {"use_peft": True, "learning_rate": 3e-3}),
-    "grpo 4-bit": ("grpo", {"use_peft": True, "load_in_4bit": True, "learning_rate": 3e-3}),
-}
-QUICK = ("grpo",)
-"""RLOO shares the loop of GRPO; adapters are covered by PPO."""
 
 
 @pytest.fixture(scope="module")
@@ -175,34 +158,21 @@ def build_adapter_keys(models: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(models: Path) -> tuple[Path, dict[str, Any]]:
-    job = build_sharded(models, 2)
-    jobs: dict[str, sharding.Job] = {
-        "ppo": job,
-        "preempted while sampling": {**job, "fault": "preempted while sampling"},
-    }
-    alone = {"ppo": build_sharded(models, 1)} | list_groups(models, 1, QUICK)
-    jobs |= list_groups(models, 2, QUICK)
+    """Folder of runs in one and two processes; RLOO and adapters of GRPO are rows of the matrix."""
     adapter_keys = build_adapter_keys(models)
-    alone["ppo adapters"] = build_sharded(models, 1, **adapter_keys)
-    jobs["ppo adapters"] = build_sharded(models, 2, **adapter_keys)
+    alone, jobs = (
+        {
+            "ppo": build_sharded(models, size),
+            "grpo": build_groups(models, size),
+            "ppo adapters": build_sharded(models, size, **adapter_keys),
+        }
+        for size in (1, 2)
+    )
+    jobs["preempted while sampling"] = {**jobs["ppo"], "fault": "preempted while sampling"}
     jobs["ppo adapters killed"] = resume(jobs["ppo adapters"], models / "two" / "ppo adapters", 4)
     two = sharding.run_jobs(jobs, models / "two", "fsdp2", *FULL_PRECISION)
     sharding.run_jobs(alone, models / "one")
     return models, two["codes"]
-
-
-@pytest.fixture(scope="module")
-def more_sharded(sharded: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """The runs of ``sharded`` with other recipes."""
-    folder, codes = sharded
-    names = [name for name in GROUP_JOBS if name not in QUICK]
-    jobs = list_groups(folder, 2, names) | {
-        "grpo killed": resume(list_groups(folder, 2, QUICK)["grpo"], folder / "two" / "grpo", 4),
-        "killed": resume(build_sharded(folder, 2), folder / "two" / "ppo", 4),
-    }
-    two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
-    sharding.run_jobs(list_groups(folder, 1, names), folder / "one")
-    return folder, codes | two["codes"]
 
 
 def assert_same_figures(one: Path, two: Path, *, tolerance: float) -> None:
@@ -229,13 +199,9 @@ def test_sharded_models_match_one_process(sharded: tuple[Path, dict[str, Any]]) 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "recipe",
-    [*QUICK, "ppo adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in GROUP_JOBS if name not in QUICK)],
-)
-def test_sharded_groups_and_adapters_match_one_process(request: pytest.FixtureRequest, recipe: str) -> None:
-    is_quick = recipe in (*QUICK, "ppo adapters")
-    folder, _ = request.getfixturevalue("sharded" if is_quick else "more_sharded")
+@pytest.mark.parametrize("recipe", ["grpo", "ppo adapters"])
+def test_sharded_groups_and_adapters_match_one_process(sharded: tuple[Path, dict[str, Any]], recipe: str) -> None:
+    folder, _ = sharded
     one, two = folder / "one" / recipe, folder / "two" / recipe
     assert (two / "checkpoint-4" / "policy" / "model_shards").is_dir()
     assert_same_figures(one, two, tolerance=1e-5)
@@ -267,9 +233,11 @@ def test_sharded_adapters_resume_on_one_process(sharded: tuple[Path, dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_resumed_sharded_groups_reproduce_weights(more_sharded: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = more_sharded
-    assert_resumed(folder / "two" / "grpo", folder / "two" / "grpo killed", step=4)
+def test_resumed_sharded_groups_reproduce_weights(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    straight = sharded[0] / "two" / "grpo"
+    job = build_groups(sharded[0], 2)
+    sharding.run_jobs({"killed": resume(job, straight, 4)}, tmp_path, "fsdp2", *FULL_PRECISION)
+    assert_resumed(straight, tmp_path / "killed", step=4)
 
 
 @pytest.mark.multiprocess
@@ -285,9 +253,7 @@ def test_final_models_are_whole_and_load_in_transformers(sharded: tuple[Path, di
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["ppo", "ppo adapters"])
-def test_exported_sharded_checkpoint_is_final_policy(
-    sharded: tuple[Path, dict[str, Any]], name: str, tmp_path: Path
-) -> None:
+def test_exported_sharded_checkpoint_is_final_policy(sharded, name, tmp_path) -> None:
     assert_exported(sharded[0] / "two" / name, 8, tmp_path / "exported")
 
 
@@ -313,27 +279,16 @@ def assert_resumed_exactly(straight: Path, stopped: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("runs", "name", "code"),
-    [
-        ("sharded", "preempted while sampling", [75, 0]),
-        pytest.param("more_sharded", "killed", 0, marks=pytest.mark.slow),
-    ],
-)
-def test_resumed_sharded_run_reproduces_weights(
-    request: pytest.FixtureRequest, runs: str, name: str, code: object
-) -> None:
+def test_resumed_sharded_run_reproduces_weights(sharded: tuple[Path, dict[str, Any]]) -> None:
     """Rank 1 alone is preempted, between two tokens."""
-    folder, codes = request.getfixturevalue(runs)
-    assert codes[name] == code
-    assert_resumed_exactly(folder / "two" / "ppo", folder / "two" / name)
+    folder, codes = sharded
+    assert codes["preempted while sampling"] == [75, 0]
+    assert_resumed_exactly(folder / "two" / "ppo", folder / "two" / "preempted while sampling")
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_preemption_in_evaluation_bf16_and_other_world_size(
-    sharded: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_preemption_in_evaluation_bf16_and_other_world_size(sharded, tmp_path) -> None:
     folder, _ = sharded
     preempted = {**build_sharded(folder, 2), "fault": "preempted in evaluation"}
     half = {n: build_sharded(folder, n, bf16=True, max_steps=4) for n in (1, 2)}
@@ -347,19 +302,3 @@ def test_preemption_in_evaluation_bf16_and_other_world_size(
     one, two = (read_events(tmp_path / n / "bf16")[0] for n in ("one", "two"))
     for figure in ("objective/score", "value/loss", "policy/entropy"):
         assert two[figure] == pytest.approx(one[figure], rel=0.005), figure
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("file", "num_processes", "options"),
-    [("fsdp2_offload", 2, ()), ("hsdp", 4, ("--parallelism_config_dp_shard_size=2",))],
-    ids=["offload", "HSDP"],
-)
-def test_offload_and_hsdp_match_one_process(
-    sharded: tuple[Path, dict[str, Any]], tmp_path: Path, file: str, num_processes: int, options: tuple[str, ...]
-) -> None:
-    folder, _ = sharded
-    job = build_sharded(folder, num_processes)
-    sharding.run_jobs({"ppo": job}, tmp_path, file, *FULL_PRECISION, *options, num_processes=num_processes)
-    assert_same_figures(folder / "one" / "ppo", tmp_path / "ppo", tolerance=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,13 +36,7 @@ def assert_continues(straight: list[dict[str, Any]], resumed: list[dict[str, Any
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("recipes", [("sft", "pretrain"), pytest.param(("dpo",), marks=pytest.mark.slow)])
-def test_other_world_size_keeps_batch_and_row_order(
-    tiny_model_dir: Path,
-    tiny_tokenizer_dir: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    recipes: tuple[str, ...],
-) -> None:
+def test_other_world_size_keeps_batch_and_row_order(tiny_model_dir, tiny_tokenizer_dir, tmp_path, capfd, recipes):
     places = tiny_model_dir, tiny_tokenizer_dir
     one = {recipe: resumptions.run(recipe, tmp_path / recipe / "one", *places, 4) for recipe in recipes}
     for recipe in recipes:

@@ -77,9 +77,7 @@ def test_finish_reason_tells_complete_answers(finish: str, is_finished: bool) ->
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_transient_status_is_retried_with_backoff_and_one_warning(
-    status: int, waits: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transient_status_is_retried_with_backoff_and_one_warning(status, waits, capsys) -> None:
     failed: dict[str, int] = {}
 
     def fail_twice(body: dict[str, Any]) -> Any:
@@ -322,9 +320,7 @@ def test_unclosed_reasoning_has_no_content() -> None:
         *((f"Wed, 21 Oct {year} 07:28:40 GMT", wait) for year, wait in (("2026", 40), ("2025", 2), ("9" * 20, 2))),
     ],
 )
-def test_retry_after_extends_the_wait_within_limits(
-    header: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_after_extends_the_wait_within_limits(header, seconds, monkeypatch) -> None:
     now = datetime(2026, 10, 21, 7, 28, tzinfo=UTC).timestamp()
     monkeypatch.setattr(client, "time", SimpleNamespace(time=lambda: now))
     assert read_wait(header, 2.0) == seconds

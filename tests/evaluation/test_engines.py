@@ -117,9 +117,7 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(
-    served: ServedModel, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch) -> None:
     assert run_eval(model, tasks, tmp_path / "own") == 0
     monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
     assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
@@ -158,15 +156,7 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
         ("lost", "gave no usable answer: ServerDisconnectedError.*run the same command to resume"),
     ],
 )
-def test_endpoint_failure_is_one_error(
-    served: ServedModel,
-    tasks: Path,
-    tmp_path: Path,
-    broken: str,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_endpoint_failure_is_one_error(served, tasks, tmp_path, broken, message, capsys, monkeypatch) -> None:
     served.broken = broken
     monkeypatch.setenv("OPENAI_API_KEY", "k-123")
     if broken == "gone":
@@ -186,9 +176,7 @@ def test_endpoint_failure_is_one_error(
         assert run_eval("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
 
 
-def test_chat_endpoint_receives_messages(
-    served: ServedModel, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_endpoint_receives_messages(served, tasks, tmp_path, capsys) -> None:
     flags = served.chat_flags
     assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 2
     assert "write apply_chat_template: true" in capsys.readouterr().err
@@ -203,9 +191,7 @@ def test_chat_endpoint_receives_messages(
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
-def test_harness_respects_retry_after(
-    served: ServedModel, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
-) -> None:
+def test_harness_respects_retry_after(served, tasks, tmp_path, monkeypatch, concurrent) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
     served.num_busy = 3
@@ -238,9 +224,7 @@ def test_interrupted_evaluation_resumes_to_same_answers(served: ServedModel, tas
     assert served.num_asked <= num_requests + 2
 
 
-def test_missing_package_error_names_install_command(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_error_names_install_command(model, tasks, tmp_path, monkeypatch, capsys) -> None:
     import importlib.util
 
     found = importlib.util.find_spec
@@ -251,9 +235,7 @@ def test_missing_package_error_names_install_command(
     assert "pip install 'recipes-lib[eval]'" in error
 
 
-def test_resume_reuses_answers_of_every_rank(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch) -> None:
     """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
     files: list[Any] = []
@@ -302,9 +284,7 @@ def test_resume_reuses_answers_of_every_rank(
     assert calls == [8, 8]
 
 
-def test_fingerprint_of_hub_tokenizer_is_its_commit(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_of_hub_tokenizer_is_its_commit(model, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--owner--tokenizer"
     (repository / "refs").mkdir(parents=True)
@@ -372,9 +352,7 @@ def test_two_processes_divide_the_questions(model: Path, tasks: Path, tmp_path: 
     ],
     ids=["torn", "empty", "absent", "a weight is absent", "pickled"],
 )
-def test_incomplete_model_is_refused(
-    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_incomplete_model_is_refused(model, tasks, tmp_path, damage, message) -> None:
     damage(model / "model.safetensors")
     refuse(model, tasks, tmp_path, message)
 
@@ -410,9 +388,7 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     ],
     ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
 )
-def test_incomplete_adapter_is_refused(
-    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, message: str
-) -> None:
+def test_incomplete_adapter_is_refused(model, tasks, tmp_path, settings, weights, message) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     path = folder / "adapter_model.safetensors"
     if weights is None:
@@ -427,9 +403,7 @@ def test_incomplete_adapter_is_refused(
 @pytest.mark.parametrize(
     ("settings", "expected"), [({"r": 4}, 16), ({"r": 64}, 64), ({"rank_pattern": {"q_proj": 33}}, 64)]
 )
-def test_vllm_has_room_for_the_rank_of_an_adapter(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: int
-) -> None:
+def test_vllm_has_room_for_the_rank_of_an_adapter(model, tmp_path, monkeypatch, settings, expected) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
@@ -439,9 +413,7 @@ def test_vllm_has_room_for_the_rank_of_an_adapter(
     assert options["max_lora_rank"] == expected
 
 
-def test_adapter_answers_end_at_its_own_stop_tokens(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_answers_end_at_its_own_stop_tokens(model, tmp_path, monkeypatch) -> None:
     config = EvalConfig(model_name_or_path=str(save_adapter(model, tmp_path / "adapter")), use_cpu=True)
 
     def generate() -> list[int]:

@@ -92,9 +92,7 @@ def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(mod
     assert answers["BOS $A"] == answers["BOS $A EOS"]
 
 
-def test_metric_that_fails_is_an_error_of_the_task(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metric_that_fails_is_an_error_of_the_task(model, tasks, tmp_path, monkeypatch) -> None:
     """F1 of more than two classes needs an average; the stored answers serve the corrected task."""
     task = json.loads((tasks / "choice.yaml").read_text())
     (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
@@ -171,9 +169,7 @@ def test_scores_of_table_models_match_closed_form(model: Path, tasks: Path, monk
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
-def test_empty_answers_and_reasoning_are_counted_before_filters(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_answers_and_reasoning_are_counted_before_filters(model, tasks, tmp_path, monkeypatch) -> None:
     chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
     task = json.loads((tasks / "written.yaml").read_text())
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
@@ -186,9 +182,7 @@ def test_empty_answers_and_reasoning_are_counted_before_filters(
         assert (found["num_empty"], found["num_reasoning"]) == (empty, reasoning)
 
 
-def test_scores_of_own_task_may_be_numpy_scalars(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_own_task_may_be_numpy_scalars(model, tasks, tmp_path, monkeypatch) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own.py").write_text(
         "import numpy as np\n\ndef score(doc, results):\n    return {'acc': np.bool_(results[0] == doc['a'])}\n\n"
@@ -290,9 +284,7 @@ def test_truncated_questions_are_counted(model: Path, tasks: Path, monkeypatch: 
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"typo": 1}))
 
 
-def test_answered_requests_are_not_repeated_after_kill(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answered_requests_are_not_repeated_after_kill(model, tasks, monkeypatch) -> None:
     def fail_after(number: int) -> TableModel:
         left = iter(range(number))
 
@@ -315,9 +307,7 @@ def test_answered_requests_are_not_repeated_after_kill(
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 
 
-def test_output_folder_is_locked_and_must_be_writable(
-    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_folder_is_locked_and_must_be_writable(model, tasks, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(harness, "build_engine", lambda *_: TableModel(lambda *_: 0.0))
     (tmp_path / "out" / ".requests").mkdir(parents=True)
     config = build(model, tasks, "local_choice", output_dir=str(tmp_path / "out"))

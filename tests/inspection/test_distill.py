@@ -44,23 +44,10 @@ def test_incompatible_teacher_is_reported(run_check, tmp_path, tiny_model_dir, f
 
 def test_compared_layers_are_listed_and_validated(run_check, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir)
-    problems, output = run_check(
-        "distill",
-        ROWS,
-        model_name_or_path=student,
-        teacher_model_name_or_path=tiny_model_dir,
-        feature_weight=1.0,
-        angle_weight=0.5,
-    )
+    keys = {"model_name_or_path": student, "teacher_model_name_or_path": tiny_model_dir, "feature_weight": 1.0}
+    problems, output = run_check("distill", ROWS, **keys, angle_weight=0.5)
     assert not problems
     assert "states of layers: the student's and the teacher's 1 and 2" in output
     assert "relations of layers: the student's and the teacher's 1 and 2" in output
-    (problem,), _ = run_check(
-        "distill",
-        ROWS,
-        model_name_or_path=student,
-        teacher_model_name_or_path=tiny_model_dir,
-        feature_weight=1.0,
-        feature_layers="[1, 2]",
-    )
+    (problem,), _ = run_check("distill", ROWS, **keys, feature_layers="[1, 2]")
     assert "names layer 2, and the student has 1" in problem.found

@@ -59,9 +59,7 @@ def test_pipeline_parallel_run_is_planned_per_pipeline(tmp_path, tiny_tokenizer_
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "conversion of its states between pipeline stages"),
     ],
 )
-def test_unsupported_pipeline_parallel_options_are_reported(
-    tmp_path, tiny_tokenizer_dir, keys, variables, words
-) -> None:
+def test_unsupported_pipeline_parallel_options_are_reported(tmp_path, tiny_tokenizer_dir, keys, variables, words):
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
     problems, text = run_check(config, 4, variables)
     assert any(words in problem.found for problem in problems), text

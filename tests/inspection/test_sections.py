@@ -83,9 +83,7 @@ GROUPS = {"reward_funcs": "[recipes_lib.rl.verifiers:final_number]", "bf16": Fal
         ),
     ],
 )
-def test_fault_that_ends_a_run_at_its_start_is_reported(
-    run_check, tmp_path, tiny_model_dir, recipe, rows, keys, found
-) -> None:
+def test_fault_that_ends_a_run_at_its_start_is_reported(run_check, tmp_path, tiny_model_dir, recipe, rows, keys, found):
     other = save_student(tmp_path / "other", tiny_model_dir, vocab_size=600)
     keys = {name: other if value == "OTHER" else value for name, value in keys.items()}
     problems, output = run_check(recipe, rows, **keys)

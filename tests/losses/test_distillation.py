@@ -70,9 +70,7 @@ def run_head(student: list[Tensor], supervision: DistillationTargets, **options:
 @pytest.mark.parametrize("chunk_size", [1, 7, None])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_distillation_head_equals_dense_computation(
-    objective: Objective, options: dict[str, float], chunk_size: int | None
-) -> None:
+def test_distillation_head_equals_dense_computation(objective, options, chunk_size) -> None:
     student, supervision = make_student(), make_supervision(objective, logit_scale=0.5, softcap=2.0)
     sums = run_head(student, supervision, chunk_size=chunk_size, **options)
     loss, nll, divergence = dense_loss(student, supervision, options)

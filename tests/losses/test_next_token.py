@@ -28,9 +28,7 @@ def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: A
 
 
 @pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
-def test_cross_entropy_and_gradients_equal_torch(
-    options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
-) -> None:
+def test_cross_entropy_and_gradients_equal_torch(options, dtype, chunk_size) -> None:
     *inputs, targets = make_inputs(dtype)
     inputs = [tensor.requires_grad_() for tensor in inputs]
     hidden, weight, bias = inputs

@@ -72,9 +72,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("with_frozen_weight", [False, True])
 @pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps, partial(sum_logps, with_statistics=True)])
-def test_projection_allocates_at_most_one_chunk_of_logits(
-    compute: Callable[..., Tensor], with_frozen_weight: bool
-) -> None:
+def test_projection_allocates_at_most_one_chunk_of_logits(compute, with_frozen_weight) -> None:
     chunk_size, vocabulary = 8, 1000
     hidden = torch.randn(64, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=not with_frozen_weight)

@@ -60,9 +60,7 @@ def gradients_of(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     "trained", [(True, True, True), (True, False, False), (False, True, False), (True, False, True)]
 )
 @pytest.mark.parametrize(("options", "dtype", "chunk_size"), GRID)
-def test_logps_and_gradients_equal_torch(
-    options: dict[str, float], dtype: torch.dtype, chunk_size: int | None, trained: tuple[bool, ...]
-) -> None:
+def test_logps_and_gradients_equal_torch(options, dtype, chunk_size, trained) -> None:
     hidden, weight, bias, targets = make_inputs(dtype)
     inputs = [
         tensor.requires_grad_() for tensor, is_leaf in zip((hidden, weight, bias), trained, strict=True) if is_leaf

@@ -56,9 +56,7 @@ def test_top_k_equals_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunk_size", [4, None])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_top_k_of_full_vocabulary_equals_live_loss(
-    objective: Objective, options: dict[str, float], chunk_size: int | None
-) -> None:
+def test_top_k_of_full_vocabulary_equals_live_loss(objective, options, chunk_size) -> None:
     student, supervision = make_student(), make_supervision(objective)
     live, stored = (
         run_head(student, each, chunk_size=chunk_size, **options)

@@ -17,9 +17,7 @@ SIZES = (6, 5)
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 0.5, "softcap": 2.0}, {"chunk_size": 3}])
-def test_vocabulary_parallel_loss_and_gradients_equal_one_rank(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vocabulary_parallel_loss_and_gradients_equal_one_rank(options, monkeypatch) -> None:
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(2, 5, 4), torch.randn(sum(SIZES), 4), torch.randn(sum(SIZES))
     targets = torch.tensor([[0, 5, 6, 10, -100], [3, -100, 9, 1, 7]])

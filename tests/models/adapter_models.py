@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import tiny
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -15,16 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = tiny.sizes(16, 2, 2, vocab_size=64, num_key_value_heads=1, bos_token_id=1, eos_token_id=2)
 INPUT_IDS = torch.arange(3, 35)[None]
 
 

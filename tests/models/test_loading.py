@@ -309,9 +309,7 @@ def test_missing_model_is_one_config_error(load: Callable[[ModelConfig], object]
         (hub.HfHubHTTPError, 503, "org/model: the Hub answers 503", "again later"),
     ],
 )
-def test_hub_errors_have_distinct_messages(
-    kind: type[hub.HfHubHTTPError], status: int, words: str, way_out: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_errors_have_distinct_messages(kind, status, words, way_out, monkeypatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         # huggingface_hub looks into its cache after most refusals, in vain.
         missing = hub.LocalEntryNotFoundError("not in the cache")
@@ -465,9 +463,7 @@ def test_chat_templates_without_a_default_are_refused(tiny_tokenizer_dir: Path, 
     assert load_tokenizer(config_for(tmp_path), TokensConfig()).get_chat_template() == "d"
 
 
-def test_tokenizer_json_is_read_where_mistral_common_is_installed(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_json_is_read_where_mistral_common_is_installed(tiny_model_dir, monkeypatch) -> None:
     asked = []
     monkeypatch.setitem(tokenization_auto.TOKENIZER_MAPPING_NAMES, "llama", "MistralCommonBackend")
     monkeypatch.setattr(
@@ -525,9 +521,7 @@ def test_commit_of_hub_model_is_found(tiny_model_dir: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
-def test_bars_of_loading_are_hidden_and_other_bars_unchanged(
-    tiny_model_dir: Path, is_shown: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bars_of_loading_are_hidden_and_other_bars_unchanged(tiny_model_dir, is_shown, capfd) -> None:
     enable_progress_bar()
     previous = set_tqdm_hook(None)
     if not is_shown:

@@ -33,15 +33,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SHARED: dict[str, Any] = trl_runs.SHARED | {
-    "learning_rate": 3e-4,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 3,
-    "max_steps": 10,
-    "train_sampling_strategy": "sequential",
-    "max_grad_norm": 0.7,
-    "beta": 0.2,
-}
+SHARED = trl_runs.PAIRS | {"beta": 0.2}
 DPO: dict[str, Any] = {"loss_type": ["sigmoid"], "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 # TRL averages over the tokens of a micro-batch, ours over those of a step: equal without accumulation.
 RPO: dict[str, Any] = {
@@ -109,9 +101,7 @@ def _format_loss_types(value: Any) -> str:
     [("chat", DPO, [(True, True), (False, False)]), ("text", RPO, [(True, False), (False, True)])],
     ids=["dpo", "rpo"],
 )
-def test_dpo_trajectory_equals_trl(
-    layout: str, keys: dict[str, Any], options: list[tuple[bool, bool]], tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_dpo_trajectory_equals_trl(layout, keys, options, tiny_model_dir, tmp_path) -> None:
     model_dir = trl_runs.copy_with_template(tiny_model_dir, tmp_path / "model", TEMPLATE)
     rows = write_rows(tmp_path / "rows.jsonl", make_pairs(layout))
     arguments = partial(DPOConfig, max_length=None, **SHARED, **keys)

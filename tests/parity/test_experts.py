@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tiny import sizes
 from tests.training.pairs import Setting, make_pair_trainer, make_pairs
 from tests.training.spiking import make_guarded
 from tests.training.students import make_distiller
@@ -34,17 +35,8 @@ LENGTHS = ((31, 4, 6), (9, 3), (5,))
 def experts_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Mixtral of four experts with confident routers, so that their gradients are large."""
     config = MixtralConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        pad_token_id=PAD,
-        eos_token_id=0,
+        **sizes(32, 2, 4, vocab_size=512, intermediate_size=48, num_key_value_heads=2, num_local_experts=4),
+        **{"output_router_logits": True, "router_aux_loss_coef": 0.5, "pad_token_id": PAD, "eos_token_id": 0},
     )
     torch.manual_seed(0)
     model = MixtralForCausalLM(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import sizes
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,17 +34,8 @@ from transformers import (
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **sizes(32, 2, 4, vocab_size=61, intermediate_size=48, num_key_value_heads=2, head_dim=8),
+    **{"max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 EXPERTS: dict[str, Any] = {

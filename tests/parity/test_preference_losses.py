@@ -165,14 +165,7 @@ CASES: list[tuple[list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("names", "settings"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_preference_losses_and_gradients_equal_trl(
-    names: list[str],
-    settings: dict[str, Any],
-    trainer: DPOTrainer,
-    policy: nn.Module,
-    reference: nn.Module,
-    rows: dict[str, Tensor],
-) -> None:
+def test_preference_losses_and_gradients_equal_trl(names, settings, trainer, policy, reference, rows) -> None:
     theirs = run_trl(trainer, rows, names, **settings)
     expected = gradients_of(theirs, trainer.model)
     ours, _ = run_ours(policy, reference, rows, names, **settings)
@@ -184,9 +177,7 @@ def test_preference_losses_and_gradients_equal_trl(
 
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.4])
-def test_preference_metrics_equal_trl(
-    ld_alpha: float | None, trainer: DPOTrainer, policy: nn.Module, reference: nn.Module, rows: dict[str, Tensor]
-) -> None:
+def test_preference_metrics_equal_trl(ld_alpha, trainer, policy, reference, rows) -> None:
     run_trl(trainer, rows, ["sigmoid"], ld_alpha=ld_alpha)
     _, batch = run_ours(policy, reference, rows, ["sigmoid"], ld_alpha=ld_alpha)
     metrics = compute_preference_metrics(batch, beta=0.3)

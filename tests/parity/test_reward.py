@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trl
@@ -23,13 +22,7 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
 
-SHARED: dict[str, Any] = trl_runs.SHARED | {
-    "learning_rate": 3e-4,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 3,
-    "max_steps": 10,
-    "train_sampling_strategy": "sequential",
-    "max_grad_norm": 0.7,
+SHARED = trl_runs.PAIRS | {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "center_rewards_coefficient": 0.01,

@@ -23,6 +23,15 @@ SHARED: dict[str, Any] = {
     "activation_checkpointing": False,
 }
 """Of every run; schedule and batch size are of each test."""
+PAIRS: dict[str, Any] = SHARED | {
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 3,
+    "max_steps": 10,
+    "train_sampling_strategy": "sequential",
+    "max_grad_norm": 0.7,
+}
+"""Of runs on pairs."""
 
 
 def prepare_rows(recipe: str, model_dir: Path, rows: Path, folder: Path, shared: dict[str, Any]) -> Any:

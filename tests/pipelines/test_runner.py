@@ -224,9 +224,7 @@ def test_output_with_missing_or_truncated_file_is_rerun(project: Project) -> Non
 
 
 @pytest.mark.parametrize(("status", "is_renamed"), [("done", True), ("running", True), ("failed", False)])
-def test_output_of_command_that_cannot_resume_is_renamed(
-    status: str, is_renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_of_command_that_cannot_resume_is_renamed(status, is_renamed, tmp_path, monkeypatch) -> None:
     """``running``: `recipes run` was killed, and the command ended later; a failed one has refused what was there."""
     (tmp_path / "p.yaml").write_text("stages: {a: {command: merge, set: {adapter: x}}}")
     pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.models.vision_models import build_gemma3
 from tests.planning.runs import build_config
+from tests.tiny import sizes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
@@ -32,14 +33,7 @@ from transformers import (
 from recipes_lib.planning.compute import compute_flops_per_token, count_attended, count_step
 
 BATCH, LENGTH = 2, 48
-SMALL = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SMALL = sizes(64, 3, 4, vocab_size=160, intermediate_size=96, num_key_value_heads=2)
 MLA = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -143,8 +137,8 @@ def test_hybrid_layers_attend_to_all_keys_and_chunked_ones_to_a_chunk() -> None:
 
 
 def test_flops_of_llama_2_70b_match_closed_form() -> None:
-    sizes = dict(zip(SMALL, (32000, 8192, 28672, 80, 64, 8), strict=True))
-    flops = compute_flops_per_token(LlamaConfig(**sizes), 2048)
+    shape = sizes(8192, 80, 64, vocab_size=32000, intermediate_size=28672, num_key_value_heads=8)
+    flops = compute_flops_per_token(LlamaConfig(**shape), 2048)
     multiplied = 68_976_648_192 - 32000 * 8192 - 161 * 8192  # without input embedding and norms
 
     assert flops.total(1, 1) == 6 * multiplied + 12 * 80 * 8192 * 2048

@@ -118,9 +118,7 @@ def num_parameters(tiny_model_dir: Path) -> int:
         ("adamw_8bit", "bfloat16", 2, 2.3),
     ],
 )
-def test_full_training_counts_weights_gradients_and_states(
-    count, num_parameters, optim, dtype, width, state_bytes
-) -> None:
+def test_full_training_counts_weights_gradients_and_states(count, num_parameters, optim, dtype, width, state_bytes):
     terms = count("sft", optim=optim, dtype=dtype)
     assert terms["model, weights"] == terms["model, gradients"] == width * num_parameters
     assert terms.get("model, optimizer states", 0) == pytest.approx(state_bytes * num_parameters, abs=1)
@@ -358,9 +356,7 @@ def test_equal_activations_are_counted_once(build, tiny_model_dir, passes) -> No
     ],
 )
 @pytest.mark.parametrize("layout", [REPLICATED, SHARDED])
-def test_activations_of_many_rows_follow_from_two_and_three(
-    build, passes, monkeypatch, shape, recipe, keys, layout
-) -> None:
+def test_activations_of_many_rows_follow_from_two_and_three(build, passes, monkeypatch, shape, recipe, keys, layout):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
     model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
     config = build(recipe, per_device_train_batch_size=7, **keys)
@@ -547,9 +543,7 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
         ("distill stored", DISTILLED | {"teacher_top_k": 4}),
     ],
 )
-def test_logit_bytes_match_allocations_of_losses(
-    recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
-) -> None:
+def test_logit_bytes_match_allocations_of_losses(recipe, keys, is_half, softcap) -> None:
     config = build_config(recipe.split()[0], bf16=is_half, **keys)
     loss = Loss(torch.bfloat16 if is_half else torch.float32)
     options = {} if softcap is None else {"softcap": softcap}

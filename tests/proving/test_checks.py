@@ -54,9 +54,7 @@ def test_losses_different_from_cpu_raise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("is_logged", "per_micro_batch", "wrong"), [(1, 0, None), (1, 1, "one of 3 has 5"), (0, 0, "one of 3 has 0")]
 )
-def test_synchronisations_per_micro_batch_or_missing_log_raise(
-    tmp_path: Path, is_logged: int, per_micro_batch: int, wrong: str | None
-) -> None:
+def test_synchronisations_per_micro_batch_or_missing_log_raise(tmp_path, is_logged, per_micro_batch, wrong) -> None:
     def warn(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         flags = read_flags(arguments)
         num_steps, num_batches = int(flags["max_steps"]), int(flags["gradient_accumulation_steps"])

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 import torch
 from tests.proving.benches import GPU, build_bench, write_losses
 
@@ -48,9 +47,7 @@ def test_reason_of_long_log_keeps_its_end(tmp_path: Path) -> None:
     assert "sft.py ended with 1 ... OutOfMemoryError: 80 GB" in format_row(row)
 
 
-def test_cuda_error_of_an_earlier_check_does_not_end_a_separate_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_error_of_an_earlier_check_does_not_end_a_separate_process(tmp_path, monkeypatch) -> None:
     def fail() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

@@ -78,9 +78,7 @@ def test_interrupted_model_is_written_again(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,5", "3"), ("GPU-8932f937", "GPU-8932f937")])
-def test_peer_sees_first_gpu_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
-) -> None:
+def test_peer_sees_first_gpu_only(tmp_path, monkeypatch, visible, first) -> None:
     """With several visible GPUs, transformers' trainer would use ``nn.DataParallel`` and a larger batch."""
     seen = []
 
@@ -97,9 +95,7 @@ def test_peer_sees_first_gpu_only(
 
 
 @pytest.mark.parametrize("log", ["", "torch.OutOfMemoryError: CUDA out of memory", "ValueError: no"])
-def test_peer_out_of_memory_is_reported_and_other_failures_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
-) -> None:
+def test_peer_out_of_memory_is_reported_and_other_failures_raise(tmp_path, monkeypatch, log) -> None:
     def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         if arguments[0] != "-m":
             (output.with_suffix("") / "model.safetensors").touch()

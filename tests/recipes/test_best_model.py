@@ -92,9 +92,7 @@ def test_best_strategy_saves_steps_with_lower_held_out_loss(inputs: Path, tmp_pa
     assert sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*")) == lowest
 
 
-def test_run_without_evaluated_checkpoint_reports_last_weights(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_evaluated_checkpoint_reports_last_weights(inputs, tmp_path, capsys) -> None:
     run(inputs, "sft", tmp_path, eval_steps=1, save_steps=6, early_stopping_patience=2)
     assert "no checkpoint is of a step with a finite eval_loss; the last weights" in capsys.readouterr().err
     assert json.loads((tmp_path / "run.json").read_text())["best_model"] is None

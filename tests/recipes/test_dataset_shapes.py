@@ -83,9 +83,7 @@ def fill(value: Any, number: int) -> Any:
 
 
 @pytest.mark.parametrize(("recipe", "layout"), RUNS, ids=[f"{layout} in {recipe}" for recipe, layout in RUNS])
-def test_public_dataset_layout_is_prepared_with_its_answers(
-    tmp_path, tiny_model_dir, tiny_tokenizer, recipe, layout
-) -> None:
+def test_public_dataset_layout_is_prepared_with_its_answers(tmp_path, tiny_model_dir, tiny_tokenizer, recipe, layout):
     row, answers, keys = LAYOUTS[layout]
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, **keys)

@@ -59,11 +59,7 @@ def inputs(inputs: Path) -> Path:
     """Folder with rows of maximum length, and a model large enough that its tensors dominate the peak."""
     stop = tiny.build_tokenizer().eos_token_id
     shape = LlamaConfig(
-        vocab_size=512,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
+        **tiny.sizes(192, 4, 6, vocab_size=512, intermediate_size=512),
         bos_token_id=None,
         eos_token_id=stop,
         pad_token_id=stop,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 from tests.forked import ROOT
 from tests.rows import write_rows
 
@@ -74,9 +72,7 @@ METRICS = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0, "target_tokens_
     ],
     ids=["one step", "not smoothed", "smoothed and thinned"],
 )
-def test_charts_are_written_as_png_and_themed_svg(
-    tmp_path: Path, num_steps: int, metrics: Sequence[str], names: list[str]
-) -> None:
+def test_charts_are_written_as_png_and_themed_svg(tmp_path, num_steps, metrics, names) -> None:
     train = [{"step": n, **{name: METRICS[name] / n for name in metrics}} for n in range(1, num_steps + 1)]
     charts = draw_charts(build_run(train, [{"step": 0, "eval_loss": 3.0}, {"step": 9, "eval_loss": 2.0}]), tmp_path)
 
@@ -214,9 +210,7 @@ def test_non_finite_steps_are_marked(tmp_path: Path, num_steps: int, num_marks: 
 
 
 @pytest.mark.parametrize(("smallest", "scale"), [(1.0, "log"), (0.0, "linear")])
-def test_gradient_norm_axis_is_logarithmic_with_spike(
-    tmp_path: Path, figures: list[Figure], smallest: float, scale: str
-) -> None:
+def test_gradient_norm_axis_is_logarithmic_with_spike(tmp_path, figures, smallest, scale) -> None:
     norms = [smallest, *[1.0] * 10, 500.0]
     draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
     assert {axes.get_yscale() for figure in figures for axes in figure.axes} == {scale}

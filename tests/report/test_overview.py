@@ -41,9 +41,7 @@ SFT = [
         ([], ""),
     ],
 )
-def test_training_loss_is_that_of_the_page_unless_the_run_has_diverged(
-    tmp_path: Path, losses: list[Any], figure: str
-) -> None:
+def test_training_loss_is_that_of_the_page_unless_the_run_has_diverged(tmp_path, losses, figure) -> None:
     write_run(tmp_path / "sft", [{"kind": "train", "step": n, "loss": loss} for n, loss in enumerate(losses, 1)])
     assert [show_figure(entry) for entry in list_entries(tmp_path)] == [figure]
 
@@ -196,9 +194,7 @@ def test_invalid_pipeline_record_is_tolerated(tmp_path: Path, record: str, capsy
     assert "is a bug" not in capsys.readouterr().err
 
 
-def test_runs_command_prints_status_step_metric_and_age(
-    tmp_path: Path, recipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_command_prints_status_step_metric_and_age(tmp_path, recipes, monkeypatch) -> None:
     write_run(tmp_path / "sft", SFT, status="preempted")
     for file in (tmp_path / "sft").iterdir():
         os.utime(file, (0, 0))

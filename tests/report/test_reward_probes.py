@@ -17,7 +17,6 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.pairs.preference_sets import encode_pairs
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
-from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.report.reward_report import build_reward_report, choose_other_prompts, score_held_out
 
 PAIRS = [
@@ -131,9 +130,7 @@ def test_prompt_swap_is_none_for_a_single_prompt(tiny_tokenizer: PreTrainedToken
     assert report["prompt_swap"] is None
 
 
-def test_scores_of_prepared_pairs_match_scored_chats(
-    reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_scores_of_prepared_pairs_match_scored_chats(reward_model, tiny_tokenizer) -> None:
     scores = score_held_out(reward_model, encode_rows(tiny_tokenizer))
     for column, at in ((scores.chosen, 1), (scores.rejected, 2)):
         chats = [[{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[at]}] for pair in PAIRS]
@@ -141,9 +138,7 @@ def test_scores_of_prepared_pairs_match_scored_chats(
     assert all(np.isfinite(column).all() for column in scores.probes.values())
 
 
-def test_pair_longer_than_model_positions_is_refused(
-    reward_model: RewardModel, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_pair_longer_than_model_positions_is_refused(reward_model, tiny_tokenizer) -> None:
     pairs = encode_rows(tiny_tokenizer)
     pairs[1]["chosen_ids"] = np.full(600, 7, np.uint32)
     with pytest.raises(DataError, match="answer 1: "):

@@ -84,9 +84,7 @@ def test_comparison_page_overlays_runs(recipes, folders: list[Path], tmp_path: P
 @pytest.mark.parametrize(
     ("name", "page"), [(".", "compare.html"), ("new", "new/compare.html"), ("v1.2", "v1.2/compare.html")]
 )
-def test_output_may_be_a_folder(
-    recipes, folders: list[Path], tmp_path: Path, monkeypatch, name: str, page: str
-) -> None:
+def test_output_may_be_a_folder(recipes, folders, tmp_path, monkeypatch, name, page) -> None:
     """Charts are written beside the page: a page without suffix would have the name of their folder."""
     (tmp_path / "v1.2").mkdir()
     monkeypatch.chdir(tmp_path)

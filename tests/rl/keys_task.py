@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tests import tiny
 from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -88,16 +89,8 @@ def fine_tune(
 ) -> Path:
     """Train a tiny Llama from random weights on the answers, one step per batch, and save it."""
     torch.manual_seed(seed)
-    tiny = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 64,
-    }
-    config = LlamaConfig(**tiny | sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)  # type: ignore[arg-type]
+    shape = tiny.sizes(64, 2, 4, vocab_size=len(tokenizer), max_position_embeddings=64)
+    config = LlamaConfig(**shape | sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for batch in batches:

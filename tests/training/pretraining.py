@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from tests.recipes.preferences import load_recipe
+from tests.tiny import sizes
 from transformers import TrainerCallback
 
 from recipes_lib.config.loader import load_config
@@ -35,13 +36,7 @@ def build_config(tmp_path: Path, tokenizer_dir: Path, **keys: Any) -> RecipeConf
     if not documents.exists():
         write_documents(documents)
     defaults = {
-        "model_config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
+        "model_config": sizes(32, 2, 4, model_type="llama"),
         "tokenizer_name_or_path": tokenizer_dir,
         "dataset_name": documents,
         "output_dir": tmp_path / "out",

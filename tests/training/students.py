@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+from tests.tiny import save_model, sizes
 from tests.training import trajectories
 from tests.training.configurations import build_recipe
 from tests.training.trajectories import Narrator, Recorder, make_packs
 from torch import distributed
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from recipes_lib.commands.generated.distill_store import build_compute
 from recipes_lib.config.schema import (
@@ -48,23 +48,8 @@ KEYS = {**trajectories.KEYS, "activation_checkpointing": True}
 
 def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, seed: int = 7) -> Path:
     """Save a random one-layer Llama of half the width, with the tokenizer."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
-    return folder
+    shape = sizes(32, 1, 2, num_key_value_heads=2, vocab_size=vocab_size)
+    return save_model(folder, AutoTokenizer.from_pretrained(tokenizer_dir), seed, **shape)
 
 
 def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys: Any) -> RecipeConfig:

@@ -72,9 +72,7 @@ def test_main_process_decides_for_machines_with_disks_of_their_own(tmp_path, fin
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
-def test_run_on_cpu_beside_unusable_gpu_warns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], use_cpu: bool, warns: bool
-) -> None:
+def test_run_on_cpu_beside_unusable_gpu_warns(tmp_path, monkeypatch, capsys, use_cpu, warns) -> None:
     monkeypatch.setattr(run_module, "find_gpu_obstacle", lambda _: "the driver is too old")
     start_run(make_config(tmp_path / "run", use_cpu=use_cpu), ONE)
     assert ("torch cannot use the GPU: the driver is too old" in capsys.readouterr().err) == warns
@@ -83,14 +81,7 @@ def test_run_on_cpu_beside_unusable_gpu_warns(
 @pytest.mark.parametrize(
     ("precision", "has_bf16", "warns"), [("bf16", False, True), ("bf16", True, False), ("fp16", False, False)]
 )
-def test_emulated_bf16_warns(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    precision: str,
-    has_bf16: bool,
-    warns: bool,
-) -> None:
+def test_emulated_bf16_warns(tmp_path, monkeypatch, capsys, precision, has_bf16, warns) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     # Its default counts devices in a CUDA build, which would then initialise the driver.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -103,9 +94,7 @@ def test_emulated_bf16_warns(
 @pytest.mark.parametrize(
     ("precision", "use_cpu", "warns"), [("bf16", False, True), ("bf16", True, False), ("no", False, False)]
 )
-def test_launch_file_for_gpus_without_one_warns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str, use_cpu: bool, warns: bool
-) -> None:
+def test_launch_file_for_gpus_without_one_warns(tmp_path, capsys, precision, use_cpu, warns) -> None:
     start_run(make_config(tmp_path / "run", use_cpu=use_cpu), dataclasses.replace(ONE, precision=precision))
     assert ("asks for bf16, and there is no GPU: in a container" in capsys.readouterr().err) == warns
 

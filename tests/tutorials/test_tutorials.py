@@ -17,6 +17,7 @@ import pytest
 import yaml
 from tests.forked import ROOT
 from tests.rows import write_rows
+from tests.tiny import sizes
 
 STEP = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = {"csv": "mine.csv", "yaml": "mine.yaml"}
@@ -29,13 +30,7 @@ SMALL: Mapping[str, Any] = {
     "gradient_accumulation_steps": 2,
     "max_length": 256,
     "max_steps": 2,
-    "model_config": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    },
+    "model_config": sizes(32, 2, 2, model_type="llama"),
     "optim": "adamw_torch",
     "response_length": 8,
     "steps_per_generation": 4,

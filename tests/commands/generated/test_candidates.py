@@ -108,9 +108,7 @@ def test_majority_answers_are_chosen(tmp_path: Path) -> None:
         ([True, True], [None, None], (0, 0)),
     ],
 )
-def test_extremes_are_ordered_by_agreement_then_grade(
-    agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]
-) -> None:
+def test_extremes_are_ordered_by_agreement_then_grade(agrees, grades, extremes) -> None:
     pairs = zip(agrees, grades, strict=True)
     answers = [Answer("x", place, agrees=one, grade=grade) for place, (one, grade) in enumerate(pairs)]
     assert tuple(answer.place for answer in Candidate({}, answers).find_extremes()) == extremes

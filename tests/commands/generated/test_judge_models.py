@@ -151,9 +151,7 @@ def test_judge_may_be_sent_all_requests_at_a_time(folder: Path, compare, monkeyp
     assert asked == [2 * NUM_QUESTIONS]
 
 
-def test_truncated_and_empty_answers_are_reported_in_every_launch(
-    folder: Path, compare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncated_and_empty_answers_are_reported_in_every_launch(folder, compare, monkeypatch) -> None:
     """A model whose reasoning reaches the length limit has an empty answer, which would silently lose."""
     said: list[str] = []
     monkeypatch.setattr(PlainProgress, "say", lambda _, line: said.append(line))

@@ -223,9 +223,7 @@ def test_limits_bound_cost_of_requests() -> None:
         Limits(dear, ReplyCounts(num_tokens=1)).verify_room([chat])
 
 
-def test_local_model_and_reward_model_judge(
-    synthesize, folder: Path, tiny_model_dir: Path, writer: Path, monkeypatch
-) -> None:
+def test_local_model_and_reward_model_judge(synthesize, folder, tiny_model_dir, writer, monkeypatch) -> None:
     judge = write_reward_model(folder / "reward", tiny_model_dir)
     keys = {
         "model_name_or_path": writer, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,

@@ -12,6 +12,7 @@ import pytest
 from tests.commands.planning.conftest import unwrap
 from tests.commands.planning.test_planned_hardware import write_run
 from tests.forked import ROOT
+from tests.tiny import sizes
 from transformers import MambaConfig, T5Config
 
 from recipes_lib.config.loader import load_config
@@ -19,14 +20,7 @@ from recipes_lib.planning.schedule import plan_pretraining
 from recipes_lib.report import charts
 
 CONFIGS = ROOT / "recipes" / "configs"
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+TINY = sizes(64, 2, 4, model_type="llama", vocab_size=512)
 KEYS: dict[str, Any] = {
     "model_config": TINY,
     "model_name_or_path": None,

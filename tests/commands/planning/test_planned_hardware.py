@@ -34,9 +34,7 @@ def test_unknown_power_or_price_gives_no_row(gpu, names) -> None:
     assert [name for name, _ in build(gpu=gpu).describe_bill(10)] == names
 
 
-def test_rows_are_wrapped_to_terminal_except_flags(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_are_wrapped_to_terminal_except_flags(monkeypatch) -> None:
     lines = format_rows([("time", "3 s"), ("", "more"), (UNLABELLED, "xx")])
     assert lines == ["time            3 s", "                more", "xx"]
     monkeypatch.setenv("COLUMNS", "60")

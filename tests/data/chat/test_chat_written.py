@@ -113,9 +113,7 @@ THOUGHT = answer("yes", reasoning_content="why")
         (source("chatml"), [user("hi"), THOUGHT], True),
     ],
 )
-def test_dropped_reasoning_of_last_turn_is_remarked(
-    template: str, messages: list[dict[str, Any]], is_lost: bool
-) -> None:
+def test_dropped_reasoning_of_last_turn_is_remarked(template, messages, is_lost) -> None:
     assert remarks(template, *messages) == ([Remark.LOST_REASONING] if is_lost else [])
 
 
@@ -153,9 +151,7 @@ BLOCK = loop("<think>{{ m.reasoning_content }}</think>{{ m.content }}")
     ],
     ids=["block", "half a block", "key", "second block", "described", "same form", "none"],
 )
-def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(
-    template: str, turn: dict[str, Any], expected: list[Remark]
-) -> None:
+def test_reasoning_in_other_tags_than_those_of_the_template_is_remarked(template, turn, expected) -> None:
     assert remarks(template, user("hi"), turn) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("no")) == expected
     assert remarks(template, user("hi"), turn, user("more"), answer("NO"), untrained={1}) == []
@@ -186,9 +182,7 @@ MARKED = PLAIN.replace("{{ m.content }}" + CLOSE, "{% generation %}{{ m.content 
         (PLAIN.replace(THINKS, ""), [user("hi"), answer("yes")], {}, []),
     ],
 )
-def test_last_answer_that_does_not_follow_the_generation_prompt_is_remarked(
-    template: str, messages: list[dict[str, Any]], options: dict[str, Any], expected: list[Remark]
-) -> None:
+def test_last_answer_that_does_not_follow_the_generation_prompt_is_remarked(template, messages, options, expected):
     assert remarks(template, *messages, **options) == expected
 
 

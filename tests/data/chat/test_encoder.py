@@ -124,9 +124,7 @@ WRITTEN_CALLS = [
     ids=["null", "empty", "missing", "words"],
 )
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]], ids=["", "system"])
-def test_shipped_template_renders_tools_calls_and_results(
-    system: list[dict[str, str]], content: dict[str, str | None], written: str
-) -> None:
+def test_shipped_template_renders_tools_calls_and_results(system, content, written) -> None:
     template = (SHIPPED / "chatml_tools.jinja").read_text()
     tokenizer = build_byte_level(template, extra=CHATML_ENDS)
     tools = [{"type": "function", "function": {"name": name, "description": f"{name}."}} for name in ("a", "b")]
@@ -208,9 +206,7 @@ EVERYTHING = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n
         ("chatml", FOUR, {"untrained": {1, 3}}, []),
     ],
 )
-def test_loss_on_selects_trained_text(
-    name: str, messages: list[dict[str, Any]], options: dict[str, Any], expected: list[str]
-) -> None:
+def test_loss_on_selects_trained_text(name, messages, options, expected) -> None:
     assert trained(name, *messages, **options) == expected
 
 

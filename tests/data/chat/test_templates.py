@@ -44,9 +44,7 @@ def render(source: str, messages: list[dict[str, Any]], **options: Any) -> Rende
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_rendered_text_agrees_with_apply_chat_template(
-    name: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rendered_text_agrees_with_apply_chat_template(name, tiny_tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
     template = ChatTemplate(TEMPLATES[name], {**tiny_tokenizer.special_tokens_map, **VARIABLES})
     rendered = 0

@@ -83,9 +83,7 @@ def test_added_tokens_have_bytes_of_their_text() -> None:
 
 @settings(max_examples=50)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
-def test_offsets_from_lengths_equal_tokenizer_offsets(
-    tiny_tokenizer: PreTrainedTokenizerFast, texts: list[str]
-) -> None:
+def test_offsets_from_lengths_equal_tokenizer_offsets(tiny_tokenizer, texts) -> None:
     texts = [f"<|im_start|>{text}<|im_end|>" for text in texts]
     encodings = tiny_tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     ids = [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]

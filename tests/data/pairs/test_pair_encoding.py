@@ -108,17 +108,20 @@ def test_answer_ending_with_terminator_gets_no_second_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pair_of(answer("4<|im_end|>"), answer("5")), pair_of(answer("4"), answer("5<|im_end|>"))],
-    ids=["chosen", "rejected"],
+    ("row", "words"),
+    [
+        (pair_of(answer("4<|im_end|>"), answer("5")), "message 3 is trained on and spells the end token '<|im_end|>'"),
+        (pair_of(answer("4"), answer("5<|im_end|>")), "message 3 is trained on and spells the end token '<|im_end|>'"),
+        (text_pair("2 + 2 =", " 4", " 5</s></s>"), "the answer is trained on and spells the end token '</s>'"),
+        (text_pair("What is the ", "capital", "capital of France"), "move the white space"),
+        (text_pair("", "4", "5"), "no token that could predict"),
+        (chat(*TURNS, answer("d"), num_prompt_messages=1, rejected=[answer("e")]), "`chosen` has 3 messages"),
+        (chat(*TURNS[:2], num_prompt_messages=1, rejected=[answer("e"), user("f")]), "`rejected` has 2 messages"),
+        (chat(*TURNS, answer("d"), num_prompt_messages=1, rejected=[answer("e")]), "the first turn in which they diff"),
+    ],
 )
-def test_chat_answer_with_second_terminator_is_refused(row: Row) -> None:
-    assert "message 3 is trained on and spells the end token '<|im_end|>'" in refuse(build("chatml")[0], row)
-
-
-def test_text_answer_with_two_terminators_is_refused() -> None:
-    message = refuse(build("chatml")[0], text_pair("2 + 2 =", " 4", " 5</s></s>"))
-    assert "the answer is trained on and spells the end token '</s>'" in message
+def test_pair_that_cannot_be_trained_on_is_refused(row: Row, words: str) -> None:
+    assert words in refuse(build("chatml")[0], row)
 
 
 def test_generation_prompt_that_is_no_prefix_of_turn_is_refused() -> None:
@@ -154,11 +157,6 @@ def test_targets_not_contiguous_after_prompt_are_refused(template: str) -> None:
     assert "{% generation %}" in message
 
 
-def test_whitespace_token_across_prompt_and_answer_is_one_error() -> None:
-    message = refuse(build("chatml")[0], text_pair("What is the ", "capital", "capital of France"))
-    assert "move the white space" in message
-
-
 def test_prompt_tokens_that_change_before_answer_are_refused() -> None:
     """The tokenizer merges across the boundary: alone, the prompt ends in other tokens than with its answer."""
     _, tokenizer = build("chatml")
@@ -168,29 +166,6 @@ def test_prompt_tokens_that_change_before_answer_are_refused() -> None:
     message = refuse(encoder, text_pair("2 + 2 =", " 4", " 5"))
     assert f"token {len(ids) - 1} starts" in message
     assert "move the white space" in message
-
-
-@pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        (
-            chat(user("a"), answer("b"), user("c"), answer("d"), num_prompt_messages=1, rejected=[answer("e")]),
-            "`chosen` has 3 messages",
-        ),
-        (
-            chat(user("a"), answer("b"), num_prompt_messages=1, rejected=[answer("e"), user("f")]),
-            "`rejected` has 2 messages",
-        ),
-    ],
-)
-def test_multi_turn_answers_are_refused(row: Row, found: str) -> None:
-    message = refuse(build("chatml")[0], row)
-    assert found in message
-    assert "the first turn in which they differ" in message
-
-
-def test_pair_without_prompt_is_refused() -> None:
-    assert "no token that could predict" in refuse(build("chatml")[0], text_pair("", "4", "5"))
 
 
 def test_encode_reports_every_broken_row_of_chunk() -> None:

@@ -104,9 +104,7 @@ def test_drop_pairs_drops_overlong_and_identical_pairs(rows: list, max_length: i
         ),
     ],
 )
-def test_findings_on_dropped_pairs_have_expected_severity(
-    dropped: DropCounts, num_duplicates: int, severities: list[str]
-) -> None:
+def test_findings_on_dropped_pairs_have_expected_severity(dropped, num_duplicates, severities) -> None:
     audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))
     audit = dataclasses.replace(audit, num_duplicates=num_duplicates)
     findings = sort_findings(check_pairs("train", audit, dropped, 0.05))

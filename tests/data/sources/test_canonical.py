@@ -96,10 +96,20 @@ def test_equal_problems_are_merged(tmp_path: Path) -> None:
     assert f"so in 30 of 32 rows (93.8%), next {path}:4, {path}:5, {path}:6, ..." in alike.found
 
 
-def test_broken_link_is_named(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").symlink_to("moved.jsonl")
-    with pytest.raises(DataError, match=r"no such file.*\n.*symbolic link to moved\.jsonl, which does not exist"):
-        load_source(str(tmp_path / "d.jsonl"))
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("linked.jsonl", {}, r"no such file.*\n.*symbolic link to moved\.jsonl, which does not exist"),
+        ("trian.jsonl", {}, r"did you mean .*/train\.jsonl\?"),
+        ("*.jsonl", {}, "patterns are not expanded: name the folder"),
+        ("train.jsonl", {"revision": "main"}, "for Hub datasets"),
+    ],
+)
+def test_invalid_local_name_is_explained(tmp_path: Path, name: str, keys: dict[str, str], words: str) -> None:
+    (tmp_path / "linked.jsonl").symlink_to("moved.jsonl")
+    write_rows(tmp_path / "train.jsonl", CHATS)
+    with pytest.raises(DataError, match=words):
+        load_source(str(tmp_path / name), **keys)
 
 
 @pytest.mark.parametrize(
@@ -110,24 +120,10 @@ def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
         load_source(name)
 
 
-def test_misspelt_path_suggests_nearest(tmp_path: Path) -> None:
-    write_rows(tmp_path / "train.jsonl", CHATS)
-    with pytest.raises(DataError, match=r"did you mean .*/train\.jsonl\?"):
-        load_source(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match="patterns are not expanded: name the folder"):
-        load_source(str(tmp_path / "*.jsonl"))
-
-
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
 def test_invalid_name_is_error(name: str) -> None:
     with pytest.raises(DataError):
         load_source(name)
-
-
-def test_hub_keys_on_local_path_are_refused(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "d.jsonl", CHATS)
-    with pytest.raises(DataError, match="for Hub datasets"):
-        load_source(str(path), revision="main")
 
 
 def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
@@ -166,9 +162,7 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
         ({"q": '{"of": {"text": "a"}}', "c": "b"}, {"prompt": "q.of.text", "completion": "c"}, None),
     ],
 )
-def test_dataset_columns_equal_renamed_dataset(
-    tmp_path: Path, row: dict[str, object], columns: dict[str, str | None], same: dict[str, object] | None
-) -> None:
+def test_dataset_columns_equal_renamed_dataset(tmp_path, row, columns, same) -> None:
     name = str(tmp_path / "d.jsonl")
     write_rows(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
     expected = list(read_rows(load_source(name)))
@@ -202,9 +196,7 @@ def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name
         ({"prompt": "graded.groundtruth", "completion": "a"}, DataError, "did you mean `graded.ground_truth`?"),
     ],
 )
-def test_invalid_dataset_columns_are_refused(
-    tmp_path: Path, columns: dict[str, str | None], error: type[Exception], words: str
-) -> None:
+def test_invalid_dataset_columns_are_refused(tmp_path, columns, error, words) -> None:
     row = {"question": "a", "a": "b", "number": "1", "graded": {"ground_truth": "1"}}
     path = write_rows(tmp_path / "d.jsonl", [row] * 2)
     with pytest.raises(error) as caught:

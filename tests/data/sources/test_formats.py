@@ -23,7 +23,6 @@ from tests.data.sources.layout_cases import (
     WRONG,
     pair,
 )
-from transformers import PreTrainedTokenizerFast
 from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from recipes_lib.config.schema import DatasetFormat
@@ -140,9 +139,7 @@ def test_implicit_text_prompt_agrees_with_trl(prompt: list[str], chosen: list[st
         ("A line\n\n", "  grey", "  green"),
     ],
 )
-def test_implicit_text_prompt_ends_at_token_boundary(
-    prompt: str, chosen: str, rejected: str, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_implicit_text_prompt_ends_at_token_boundary(prompt, chosen, rejected, tiny_tokenizer) -> None:
     """The boundary is neither inside a word nor after a space."""
     row = convert({"chosen": prompt + chosen, "rejected": prompt + rejected})
     assert row == convert({"prompt": prompt, "chosen": chosen, "rejected": rejected})

@@ -136,9 +136,7 @@ def test_download_of_hub_client_is_read_offline_if_complete(
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_objects_of_mixed_types_are_read_from_the_hub(
-    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_of_mixed_types_are_read_from_the_hub(streaming, tmp_path, monkeypatch) -> None:
     file, rows = tmp_path / "train.jsonl", [{"calls": [{"arguments": one}]} for one in ({"x": 1}, {"x": ["a"]})]
     write_rows(file, rows)
     builder = Json(cache_dir=str(tmp_path / "cache"), dataset_name="name", hash=COMMIT, data_files=str(file))

@@ -115,9 +115,7 @@ def test_dataset_card_agrees_with_datasets(config: str, splits: list[str], card_
     ],
     ids=["no default", "unknown", "missing file", "file outside", "invalid pattern", "folder outside"],
 )
-def test_dataset_card_problem_is_located(
-    change: tuple[str, str], config: str | None, words: str, card_folder: Path
-) -> None:
+def test_dataset_card_problem_is_located(change, config, words, card_folder) -> None:
     (card_folder / "README.md").write_text(CARD.replace(*change))
     with pytest.raises(DataError, match=words) as caught:
         load_source(str(card_folder), config=config)

@@ -68,9 +68,7 @@ def test_repeat_that_draws_no_row_is_error(others: int, files: tuple[str, str]) 
     ("weights", "expected"),
     [((0.8, 0.2), (40, 10)), ((0.2, 0.8), (10, 40)), ((0.5, 0.5), (40, 40)), ((0.7, 0.3), (40, 17))],
 )
-def test_weights_are_row_shares_without_repetition(
-    weights: tuple[float, float], expected: tuple[int, int], scale: float, files: tuple[str, str]
-) -> None:
+def test_weights_are_row_shares_without_repetition(weights, expected, scale, files) -> None:
     parts = [{"name": name, "weight": scale * weight} for name, weight in zip(files, weights, strict=True)]
     counts = Counter(texts(build_mixture(parts)))
     assert set(counts.values()) == {1}
@@ -102,9 +100,7 @@ def test_drawn_rows_depend_only_on_seed_and_part(files: tuple[str, str]) -> None
     assert texts(build_mixture([half], seed=2)) != alone
 
 
-def test_drawn_part_that_grows_while_read_keeps_its_draw(
-    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_part_that_grows_while_read_keeps_its_draw(files, monkeypatch) -> None:
     mixture = build_mixture([{"name": files[0], "repeat": 0.5}])
     expected, draw = texts(mixture), Mixture._draw
 
@@ -198,9 +194,7 @@ def test_missing_held_out_data_is_config_error(tmp_path: Path, monkeypatch: pyte
         load_test_data(DataConfig(dataset_mixture=[{"name": "a"}], dataset_test_split="test"))
 
 
-def test_bare_word_is_split_even_if_folder_exists(
-    tmp_path: Path, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bare_word_is_split_even_if_folder_exists(tmp_path, files, monkeypatch) -> None:
     for split in ("train", "test"):
         (tmp_path / "data" / split).mkdir(parents=True)
         (tmp_path / "data" / split / "1.jsonl").write_text(json.dumps({"text": f"the split {split}"}))

@@ -54,9 +54,7 @@ def columns(entries: list[Entry]) -> list[dict[str, Any]]:
 
 @settings(max_examples=40)
 @given(rows=ROWS, indent=st.sampled_from([None, 0, 2]), ascii_only=st.booleans(), mark=st.booleans())
-def test_json_array_rows_equal_elements(
-    rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, mark: bool
-) -> None:
+def test_json_array_rows_equal_elements(rows, indent, ascii_only, mark) -> None:
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     entries = read(text.encode("utf-8-sig" if mark else "utf-8"))
     assert columns(entries) == rows
@@ -258,9 +256,7 @@ def test_text_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("documents", "expected"), [("line", "a :2 c d"), ("paragraph", ":2 d"), ("file", ":2")])
-def test_unreadable_line_breaks_only_its_document(
-    documents: TextDocuments, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_line_breaks_only_its_document(documents, expected, monkeypatch) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 8)
     for broken in (b"b\xff", b"longer than eight bytes by far"):
         entries = read_text(open_bytes(b"a\n" + broken + b"\nc\n\nd\n"), "d", documents)

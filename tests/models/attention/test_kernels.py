@@ -324,9 +324,7 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
         (GptOssConfig(), "eager"),
     ],
 )
-def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(
-    monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, expected: str
-) -> None:
+def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(monkeypatch, config, expected) -> None:
     for name in ("flash_attention_2", "flash_attention_3"):
         monkeypatch.setitem(FLASH_IS_INSTALLED, name, lambda: True)
     chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
@@ -374,9 +372,7 @@ def test_kernels_of_hub_and_betas_are_chosen_only_by_name(monkeypatch: pytest.Mo
         ((10, 0), LlamaConfig(), None),
     ],
 )
-def test_flash_attention_4_needs_hopper_or_later(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], config: PreTrainedConfig, reason: str | None
-) -> None:
+def test_flash_attention_4_needs_hopper_or_later(monkeypatch, capability, config, reason) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setitem(FLASH_IS_INSTALLED, "flash_attention_4", lambda: True)
@@ -397,9 +393,7 @@ def test_flash_attention_4_needs_hopper_or_later(
         ("gemma2", "sdpa", CPU, torch.float32, "sdpa is not supported for gemma2 models by transformers"),
     ],
 )
-def test_unusable_kernel_is_refused_with_reason_and_remedy(
-    name: str, kernel: str, device: torch.device, dtype: torch.dtype, reason: str
-) -> None:
+def test_unusable_kernel_is_refused_with_reason_and_remedy(name, kernel, device, dtype, reason) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
         select(name, kernel, device, dtype)
     (problem,) = caught.value.problems

@@ -156,9 +156,7 @@ def attend_on_cuda(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("num_more_keys", [0, 2])
-def test_cuda_kernel_arguments_give_result_of_cpu(
-    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], window: int | None, num_kv_heads: int, num_more_keys: int
-) -> None:
+def test_cuda_kernel_arguments_give_result_of_cpu(monkeypatch, dims, window, num_kv_heads, num_more_keys) -> None:
     # ``create_autospec`` raises for arguments that the function of this torch version does not take.
     monkeypatch.setattr(varlen, "varlen_attn", create_autospec(varlen_attn, side_effect=attend_on_cuda))
     batch = make_packed_batch()

@@ -110,9 +110,7 @@ def test_backbone_receives_position_ids_without_mask_and_cache() -> None:
     ("length", "boundaries", "num_read"),
     [(17, False, 16), (16, False, 16), (18, False, 18), (1, False, 1), (17, True, 17)],
 )
-def test_last_token_is_dropped_if_length_is_one_above_multiple_of_16(
-    length: int, boundaries: bool, num_read: int
-) -> None:
+def test_last_token_is_dropped_if_length_is_one_above_multiple_of_16(length, boundaries, num_read) -> None:
     model, seen, ids = make_model(), {}, torch.arange(length)[None]
     model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
     flat = {"cu_seq_lens_q": torch.tensor([0, length])} if boundaries else {}

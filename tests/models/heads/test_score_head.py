@@ -267,9 +267,7 @@ def _score_with_transformers(folder: Path, answers: list[Tensor], side: str) -> 
 
 
 @pytest.mark.parametrize(("side", "pad_in_config"), [("left", 0), ("right", None)])
-def test_saved_model_has_equal_scores_in_plain_transformers(
-    side: str, pad_in_config: int | None, tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_saved_model_has_equal_scores_in_plain_transformers(side, pad_in_config, tiny_model_dir, tmp_path) -> None:
     model = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0).eval()
     model.config.pad_token_id = pad_in_config  # 0 is the end of text.
     tokenizer = load_tokenizer(config_for(tiny_model_dir), TokensConfig())

@@ -66,9 +66,7 @@ def test_scores_equal_transformers_in_input_order(reward_model: RewardModel) -> 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 333])
-def test_scores_are_independent_of_batch_size(
-    num_tokens: int, reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_independent_of_batch_size(num_tokens, reward_model, monkeypatch) -> None:
     expected = reward_model.score(CHATS)
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", num_tokens)
     assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
@@ -84,9 +82,7 @@ def test_scores_are_independent_of_padding_side(reward_model: RewardModel) -> No
     assert reward_model.score(CHATS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_scoring_batches_are_full_with_little_padding(
-    reward_model: RewardModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_batches_are_full_with_little_padding(reward_model, monkeypatch) -> None:
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", 400)
     shapes: list[tuple[int, int]] = []
     reward_model.model.register_forward_pre_hook(

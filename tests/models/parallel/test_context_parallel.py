@@ -58,9 +58,7 @@ def build_group(rank: int, size: int, *, by_heads: bool) -> ContextParallelGroup
         (3, True, {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}),
     ],
 )
-def test_context_parallel_loss_and_gradients_equal_one_rank(
-    size: int, by_heads: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel_loss_and_gradients_equal_one_rank(size, by_heads, changes, monkeypatch) -> None:
     """Packed documents are isolated, and sharded documents attend to keys of other ranks."""
     batch = build_batch(*ROWS)
     models = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import sizes
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,10 +23,9 @@ from recipes_lib.models.parallel.pipeline_parallel import (
 )
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
-}
+SIZES: dict[str, Any] = sizes(
+    32, 4, 4, vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0
+)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "phi3", "gemma3_text")
 IDS = torch.arange(24).view(2, 12) % 64
 POSITIONS = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1)  # Two documents in a row.

@@ -49,9 +49,7 @@ def evaluate(model: nn.Module, rows: list[dict[str, Any]], batch_size: int, **op
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
-def test_metrics_equal_row_by_row_log_softmax(
-    model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast, batch_size: int
-) -> None:
+def test_metrics_equal_row_by_row_log_softmax(model, tiny_tokenizer, batch_size) -> None:
     rows = build_rows(tiny_tokenizer)
     nll, num_targets, num_correct, num_bytes = 0.0, 0, 0, 0
     for row, text in zip(rows, TEXTS, strict=True):
@@ -87,9 +85,7 @@ class UniformModel(nn.Module):
         return TokenSums(self.nats * num_targets, num_targets, torch.tensor(0))
 
 
-def test_uniform_model_has_known_bits_per_byte_and_perplexity(
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_uniform_model_has_known_bits_per_byte_and_perplexity(tiny_tokenizer) -> None:
     row = {"input_ids": [1, *tiny_tokenizer.encode("days")], "loss_mask": None, "seq_lengths": None}
     num_tokens = len(row["input_ids"]) - 1
     row |= {"loss_mask": [True] * (num_tokens + 1), "seq_lengths": [num_tokens + 1]}
@@ -151,9 +147,7 @@ def test_memory_is_independent_of_number_of_rows(model: nn.Module) -> None:
     assert peaks[1] == peaks[0]
 
 
-def test_several_sets_are_scored_separately_and_together(
-    model: nn.Module, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_several_sets_are_scored_separately_and_together(model, tiny_tokenizer) -> None:
     rows = build_rows(tiny_tokenizer)
     byte_lengths = torch.arange(512)
     options: dict[str, Any] = {"batch_size": 2, "collate": COLLATE, "progress": TrainingProgress()}

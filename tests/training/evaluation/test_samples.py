@@ -46,9 +46,7 @@ def decode_greedily(model: Any, ids: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
-def test_batched_generation_equals_greedy_decoding_of_each_prompt(
-    kind: str, model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_batched_generation_equals_greedy_decoding_of_each_prompt(kind, model, prompts, tiny_tokenizer) -> None:
     if kind == "rwkv":  # Padding changes its answers.
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "num_hidden_layers": 2}
@@ -73,9 +71,7 @@ def test_prompt_without_tokens_is_rejected(tiny_tokenizer: PreTrainedTokenizerFa
         build_prompts(EvaluationConfig(sample_prompts=["", "snow"]), [], tokenizer, 64, lambda _: None)
 
 
-def test_any_eos_token_ends_a_completion(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_any_eos_token_ends_a_completion(model, prompts, tiny_tokenizer) -> None:
     prompt = prompts[0]
     free = decode_greedily(model, prompt.input_ids, 6)
     stop = free[3]
@@ -88,9 +84,7 @@ def test_any_eos_token_ends_a_completion(
     assert sample.completion == tiny_tokenizer.decode(free[: free.index(stop)], skip_special_tokens=True)
 
 
-def test_tokenizer_eos_is_used_if_model_has_none(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_tokenizer_eos_is_used_if_model_has_none(model, prompts, tiny_tokenizer) -> None:
     first = decode_greedily(model, prompts[0].input_ids, 1)[0]
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
@@ -101,9 +95,7 @@ def test_tokenizer_eos_is_used_if_model_has_none(
     assert (sample.stopped, sample.num_tokens) == (True, 1)
 
 
-def test_early_stop_excludes_padding(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_early_stop_excludes_padding(model, prompts, tiny_tokenizer) -> None:
     first = decode_greedily(model, prompts[0].input_ids, 1)[0]
     model.generation_config.eos_token_id = first
 
@@ -122,9 +114,7 @@ def test_completion_may_use_last_position(model: Any, tiny_tokenizer: PreTrained
     assert [sample.stopped or sample.num_tokens == 12 for sample in samples] == [True, True]
 
 
-def test_hook_writes_samples_and_returns_rates(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_hook_writes_samples_and_returns_rates(model, prompts, tiny_tokenizer, tmp_path) -> None:
     model.train()
     writer = MetricsWriter(tmp_path / "samples.jsonl")
     hook = GenerateSamples(
@@ -146,9 +136,7 @@ def test_hook_writes_samples_and_returns_rates(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(model, prompts, tiny_tokenizer, tmp_path) -> None:
     phases = []
 
     class SlowMetric(AnswerMatch):
@@ -162,9 +150,7 @@ def test_metrics_are_computed_in_a_silent_phase_of_the_watchdog(
     assert [*phases, WATCHDOG.phase] == ["computing metrics", "an evaluation"]
 
 
-def test_repeated_steps_replace_their_samples(
-    model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_repeated_steps_replace_their_samples(model, prompts, tiny_tokenizer, tmp_path) -> None:
     writer = MetricsWriter(tmp_path / "samples.jsonl")
     for step in (0, 1, 2):
         writer.write({"step": step, "prompt": "before the kill"})

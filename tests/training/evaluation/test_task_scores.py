@@ -101,9 +101,7 @@ def test_adapter_is_evaluated_on_its_base(tasks: Path, inputs: Path) -> None:
     assert changed != bare
 
 
-def test_progress_bars_are_hidden_but_not_other_messages(
-    tasks: Path, inputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bars_are_hidden_but_not_other_messages(tasks, inputs, capsys) -> None:
     def warn(*_: Any) -> None:
         thread = threading.Thread(target=lambda: sys.stderr.write("no progress for 600 s\n"))
         thread.start()
@@ -135,7 +133,6 @@ def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "positions", "message"),
     [
-        pytest.param("local_choise", 512, "did you mean `local_choice`", marks=pytest.mark.slow),  # Reads 14,000 files.
         ("local_broken", 512, "do not fit its first row"),
         ("local_code", 512, "runs the code that the model writes"),
         ("local_written", 8, "an answer of 8 tokens does not fit the 8 positions"),
@@ -179,9 +176,7 @@ def test_task_scores_do_not_change_training(inputs: Path, tasks: Path, tmp_path:
     assert not any("local_choice" in key for key in scored[0])
 
 
-def test_task_score_selects_best_model(
-    inputs: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_score_selects_best_model(inputs, tasks, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.report.page.draw_charts", lambda run, folder: [])
     keys = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_steps": 1}
     best = {"save_steps": 1, "load_best_model_at_end": "true", "learning_rate": 0.05, "max_steps": 3}
@@ -197,9 +192,7 @@ def test_task_score_selects_best_model(
     assert "local choice acc" in build_report(tmp_path).read_text()
 
 
-def test_missing_metric_for_best_model_is_a_config_error(
-    inputs: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_metric_for_best_model_is_a_config_error(inputs, tasks, tmp_path, capsys) -> None:
     keys = {"eval_tasks": "[local_choice]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_tasks_steps": 4}
     metric = {"metric_for_best_model": "local_choice_acc", "eval_steps": 1, "max_steps": 2, "save_steps": 1}
     flags = recipe_runs.make_keys(inputs, "sft", **keys, **metric, eval_on_start="false", output_dir=tmp_path)
@@ -207,9 +200,7 @@ def test_missing_metric_for_best_model_is_a_config_error(
     assert "the evaluation of step 1 has no `eval_local_choice_acc`" in " ".join(capsys.readouterr().err.split())
 
 
-def test_check_reports_number_of_questions_and_errors(
-    inputs: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_number_of_questions_and_errors(inputs, tasks, tmp_path, capsys) -> None:
     def check(name: str) -> tuple[int, str]:
         keys = {"eval_tasks": f"[{name}]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_tasks_limit": 5}
         flags = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)

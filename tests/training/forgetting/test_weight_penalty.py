@@ -94,9 +94,7 @@ def test_penalty_is_logged_with_losses_of_training_only(name: str, is_added: boo
     assert (PENALTY in logs) is is_added
 
 
-def test_penalty_does_not_depend_on_gradient_accumulation(
-    tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
+def test_penalty_does_not_depend_on_gradient_accumulation(tiny_model_dir, tiny_tokenizer, tmp_path) -> None:
     other = tiny.save_model(tmp_path / "other", tiny_tokenizer, seed=5)
     runs = []
     for number, (rows, accumulation) in enumerate(((8, 1), (1, 8))):

@@ -62,9 +62,7 @@ def test_shipped_launch_file_is_read_as_by_accelerate(file: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("document", [MULTI_GPU, DEEPSPEED], ids=["FSDP", "DEEPSPEED"])
-def test_complete_launch_file_is_read_as_by_accelerate(
-    document: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_launch_file_is_read_as_by_accelerate(document, tmp_path, monkeypatch) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(document))
     compare(file, monkeypatch)

@@ -35,9 +35,7 @@ def fresh_groups() -> Iterator[None]:
         (5, [1, 3, 5], [4, 5], [1, 5]),
     ],
 )
-def test_pipeline_groups_are_strided_over_ranks(
-    rank: int, pipeline: list[int], replicas: list[int], ends: list[int]
-) -> None:
+def test_pipeline_groups_are_strided_over_ranks(rank, pipeline, replicas, ends) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
     mesh = build_pipeline_groups(3)
     assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
@@ -54,9 +52,7 @@ def test_pipeline_groups_are_strided_over_ranks(
     ("rank", "pipeline", "replicas", "tensors"),
     [(0, [0, 4], [0, 2], [0, 1]), (3, [3, 7], [1, 3], [2, 3]), (6, [2, 6], [4, 6], [6, 7])],
 )
-def test_tensor_parallel_ranks_are_adjacent(
-    rank: int, pipeline: list[int], replicas: list[int], tensors: list[int]
-) -> None:
+def test_tensor_parallel_ranks_are_adjacent(rank, pipeline, replicas, tensors) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
     mesh = build_pipeline_groups(2, 2)
     assert (

@@ -56,14 +56,7 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("dpo", {"torch_compile": "true", "torch_compile_backend": "eager"}, ONE, True, {"backend": "eager"}),
     ],
 )
-def test_compilation_options_by_recipe_and_launch(
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: str,
-    keys: dict[str, Any],
-    launch: Launch,
-    is_cuda: bool,
-    expected: dict[str, Any] | None,
-) -> None:
+def test_compilation_options_by_recipe_and_launch(monkeypatch, recipe, keys, launch, is_cuda, expected) -> None:
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
@@ -116,14 +109,7 @@ def test_invalid_compilation_is_refused(keys, launch, found) -> None:
         ({"torch_compile": "true", "use_liger_kernel": "true"}, ONE, True, True, True),
     ],
 )
-def test_liger_is_used_if_supported_without_cross_entropies(
-    monkeypatch: pytest.MonkeyPatch,
-    keys: dict[str, Any],
-    launch: Launch,
-    is_cuda: bool,
-    is_installed: bool,
-    expected: bool,
-) -> None:
+def test_liger_is_used_if_supported_without_cross_entropies(monkeypatch, keys, launch, is_cuda, is_installed, expected):
     monkeypatch.setattr(compilation, "is_liger_kernel_available", lambda: is_installed)
     monkeypatch.setattr(compilation, "find_compiler_obstacle", lambda: "")
     chosen = choose_liger(read("sft", **keys), launch, is_cuda=is_cuda)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.training import trajectories
 from tests.training.adapter_runs import make_adapter_trainer
 from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, make_trainer, weights_of
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -24,16 +25,7 @@ def test_trajectory_equals_transformers_trainer(tiny_model_dir, tmp_path, accumu
     plain = Trainer(
         model=AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="sdpa"),
         args=TrainingArguments(
-            output_dir=str(tmp_path / "plain"),
-            use_cpu=True,
-            learning_rate=1e-3,
-            logging_steps=1,
-            save_strategy="no",
-            max_steps=4,
-            lr_scheduler_type="linear",
-            remove_unused_columns=False,
-            disable_tqdm=True,
-            **batch,
+            str(tmp_path / "plain"), remove_unused_columns=False, disable_tqdm=True, **trajectories.KEYS, **batch
         ),
         train_dataset=make_packs(),
         data_collator=PackedCollator(pad_token_id=1),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.tiny import sizes
 from tests.training.pairs import Setting, build_config, make_pairs, with_preference
 from transformers import (
     AutoModelForCausalLM,
@@ -33,14 +34,7 @@ from recipes_lib.training.trainers.pair_trainer import (
     verify_pair_attention,
 )
 
-SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SMALL = sizes(32, 1, 2, vocab_size=512, intermediate_size=32, num_key_value_heads=2)
 LLAMA = LlamaConfig(**SMALL)
 WINDOWED = MistralConfig(**SMALL, sliding_window=32)
 RECURRENT = MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1)

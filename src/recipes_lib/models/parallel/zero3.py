@@ -19,7 +19,7 @@ def register_gather_hooks(model: nn.Module) -> None:
     Weights outside of layers are gathered for each module. For forward passes without gradients, which all ranks must
     enter. No effect on models not partitioned by ZeRO-3.
 
-    Source: ``tests/distributed/test_zero.py``.
+    Source: ``tests/distributed/test_matrix.py``.
     """
     # Whole layers, because some modules read a weight of another one without calling it: linear attention of Qwen 3.5
     # and Mamba that of its convolution.
