@@ -129,6 +129,7 @@ class Run:
         finished: Whether the run is already done and its model complete.
         facts: Contents of ``run.json``; kept in memory, so that a damaged or deleted file is written again in full.
         before: Contents before this start, until it resumes; empty for a new run.
+        superseded: Checkpoints that this start renamed to extend the run; renamed back if it is refused.
     """
 
     config: RecipeConfig
@@ -138,6 +139,7 @@ class Run:
     finished: bool
     facts: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
+    superseded: list[Path] = field(default_factory=list)
 
     def choose_checkpoint(self) -> Path | None:
         """Verify and return the checkpoint to resume from; ``None``: begin at step 0. All ranks must call.
@@ -260,6 +262,8 @@ class Run:
         if self.before:  # As with other rows or weights: the record must describe the checkpoints, not this start.
             self.facts.clear()
             facts = {**self.before, **({} if self.before.get("status") == "done" else facts)}
+            for path in self.superseded:
+                path.rename(path.with_name(path.name.removeprefix("superseded-")))
         try:
             self.record(**facts, **({} if self.before else self._summarise()))
         except OSError:
@@ -319,9 +323,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(config, previous, effective, differing))
-        if launch.is_main:
-            # Later checkpoints were trained with other learning rates; the extended run writes its own.
-            supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
     if checkpointing:
         say(f"activation checkpointing: {checkpointing}")
@@ -329,6 +330,10 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous, before=before)
     if not run.finished:
         hardware = describe_hardware(config)
+        planned = plan_run(config, launch, hardware["device"]) if launch.is_main else None
+        if differing and resume_from and launch.is_main:
+            # Later checkpoints were trained with other learning rates; the extended run writes its own.
+            run.superseded.extend(supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2])))
         run.record(
             stage=config.recipe,
             status="running",
@@ -344,7 +349,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             git_commit=read_git_commit(),
             hardware=hardware,
             activation_checkpointing=checkpointing or None,
-            planned=plan_run(config, launch, hardware["device"]) if launch.is_main else None,
+            planned=planned,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
