@@ -25,6 +25,7 @@ from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -95,12 +96,14 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
-    "other_weights": "the weights of the reward model, reference, teacher or initial adapter",
+    "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
+    "tokenizer": "the files of `tokenizer_name_or_path`",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
     *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path"),
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
+    "ewc_reference",
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
@@ -160,13 +163,16 @@ class Run:
         elif ignored := list_checkpoints(self.output_dir):
             newest = ignored[0][1]
             say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
-        hashes: Any = None, None
+        hashes: Any = None, None, None
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            hashes = sample_weights(own), sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-        weights, other_weights = broadcast_object(hashes)
-        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
+            others = sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+            files = hash_files(Path(str(model.tokenizer_name_or_path)), TOKENIZER_FILES)
+            hashes = sample_weights(own), others, {"fingerprint": files} if files else None
+        weights, other_weights, tokenizer = broadcast_object(hashes)
+        inputs = {"weights": weights, "other_weights": other_weights, "tokenizer": tokenizer}
+        self.record(resumed_from=checkpoint and checkpoint.name, **inputs)
         self.before.clear()
         return checkpoint
 
@@ -480,6 +486,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
             "data": ("dataset_name", "dataset_mixture", *split),
             "weights": ("model_name_or_path",),
             "other_weights": _OTHERS,
+            "tokenizer": ("tokenizer_name_or_path",),
         }
         moved = (name for kind, keys in places.items() if _list_fingerprints(previous.get(kind)) for name in keys)
         names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
