@@ -194,10 +194,10 @@ def _report(error: BaseException) -> int:
 
 
 def _print_once(problem: object) -> None:
-    # All ranks find a wrong key, for example. What one rank finds may be of its machine alone.
+    # All ranks find a wrong key, for example, and any may be first. What one rank finds may be of its machine alone.
     if processes.is_first_to_report(str(problem)):
-        rank = f"    (rank {processes.read_rank()} on {socket.gethostname()})\n" if processes.read_rank() else ""
-        sys.stderr.write(f"{problem}\n{rank}")
+        rank, host = processes.read_rank(), socket.gethostname()
+        sys.stderr.write(f"{problem}\n" + (f"    (first found by rank {rank} on {host})\n" if rank else ""))
 
 
 def refuse_access_tokens(arguments: Sequence[str]) -> None:

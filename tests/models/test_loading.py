@@ -227,6 +227,8 @@ def test_wrong_type_in_config_and_missing_tokenizer_files_are_explained(model_di
     assert "expected int" in found
     (model_dir / "config.json").write_text(json.dumps(settings | {"num_key_value_heads": 3}))
     assert "contradict each other" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
+    (model_dir / "config.json").write_text(json.dumps(settings | {"sliding_window": 1.5}))
+    assert "`sliding_window` is 1.5" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
     AutoConfig.for_model("musicgen").save_pretrained(model_dir)  # It has two text models.
     assert "cannot be loaded" in catch_problem(lambda: load_model_config(config_for(model_dir)))[1]
     (model_dir / "config.json").unlink()  # As in the folder of an adapter.

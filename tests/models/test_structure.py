@@ -119,3 +119,5 @@ def test_model_without_layer_list_is_refused() -> None:
     model.config.num_hidden_layers = 5
     with pytest.raises(ConfigError, match="no list of its 5 layers"):
         find_layers(model)
+    with pytest.raises(ConfigError, match="no list of its 0 layers"):
+        find_layers(build_llama(0))

@@ -340,6 +340,8 @@ WEIGHTS = {
     "model": ("model", "model_name_or_path", "sft"),
     "teacher": ("distillation", "teacher_model_name_or_path", "distill"),
     "adapter": ("adapter", "adapter_name_or_path", "dpo"),
+    "penalty": ("forgetting", "ewc_reference", "sft"),
+    "tokenizer": ("model", "tokenizer_name_or_path", "pretrain"),
 }
 
 
@@ -356,6 +358,7 @@ def test_resumed_run_must_have_the_same_weights_at_any_path(tmp_path, monkeypatc
         weights = torch.zeros(1000, 1000)
         weights[500:] = value  # A model of which only a part was trained.
         save_file({"weight": weights}, base / "model.safetensors")
+        (base / "tokenizer.json").write_text(str(value))
 
     def choose(folder: Path = base) -> dict:
         config = make_config(tmp_path)
@@ -377,16 +380,11 @@ def test_resumed_run_must_have_the_same_weights_at_any_path(tmp_path, monkeypatc
         with pytest.raises(ConfigError, match="in the run of this directory and is now"):
             choose(tmp_path / "missing")
     write(3.0)
-    named = "`model_name_or_path`" if kind in ("Hub", "model") else "the reward model, reference, teacher or initial"
-    with pytest.raises(ConfigError, match=f"the weights of {named}.* are not those that this run began"):
+    named = f"`{key}`" if section == "model" else "the reward model, reference, teacher or initial adapter"
+    with pytest.raises(ConfigError, match=f"the (weights|files) of {named}.* are not those that this run began"):
         choose(base)
     write(2.0)
     assert choose(base)["resumed_from"] == "checkpoint-5"
-
-
-def test_only_main_process_writes_record(tmp_path):
-    start_run(make_config(tmp_path), Launch(rank=1, local_rank=1, world_size=2, engine=""))
-    assert not (tmp_path / "run.json").exists()
 
 
 def test_output_dir_is_locked_until_process_exits(tmp_path):

@@ -34,7 +34,7 @@ from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_c
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.models.structure import freeze_outside_text, verify_attention, verify_causal
+from recipes_lib.models.structure import freeze_outside_text, verify_causal, verify_settings
 
 _MOVED: Final = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 """Keys in published ``config.json`` files that transformers moves into ``rope_parameters``."""
@@ -80,7 +80,7 @@ def build_model_config(
 
     Raises:
         ConfigError: The ``model_type`` is unknown, it does not have a key, or a value is invalid; one problem per
-            unknown key. Or the tokenizer lacks an id of a special token; or as ``verify_attention``.
+            unknown key. Or the tokenizer lacks an id of a special token; or as ``verify_settings``.
     """
     # Published files have null for what they lack, and infinity as a mapping (Mamba's `time_step_limit`).
     given = {key: value for key, value in architecture.items() if key not in _MOVED or value is not None}
@@ -116,7 +116,7 @@ def build_model_config(
     beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
     if beyond:
         raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
-    verify_attention("model_config", model_config)
+    verify_settings("model_config", model_config)
     _verify_rope({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)
     return model_config
 

@@ -50,7 +50,7 @@ from recipes_lib.models.quantization import (
     find_unquantized,
     keep_differentiable,
 )
-from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_attention, verify_causal
+from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_causal, verify_settings
 from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
     """Load the configuration and the generation configuration of a model, without weights.
 
     Raises:
-        ConfigError: One of them cannot be loaded; or as ``verify_attention``.
+        ConfigError: One of them cannot be loaded; or as ``verify_settings``.
     """
     verify_remote_code(config)
     name, options = str(config.model_name_or_path), _load_options(config)
@@ -178,7 +178,7 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
             if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
-        verify_attention("model_name_or_path", model_config)
+        verify_settings("model_name_or_path", model_config)
     return model_config, generation_config
 
 

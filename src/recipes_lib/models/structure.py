@@ -31,6 +31,14 @@ _ATTENTION_DROPOUT: Final = ("attention_dropout", "attn_pdrop", "attention_probs
 """Names of the probability with which attention is dropped in training."""
 
 
+_TYPES: Final[Sequence[tuple[str, Any, str]]] = (
+    ("architectures", list | None, "write a list of class names, or delete it"),
+    ("output_hidden_states", bool | None, "write false, or delete it"),
+    ("sliding_window", int | None, "write a number of tokens, or null"),
+)
+"""Keys whose types transformers 5.23 does not validate in every class, and the remedy."""
+
+
 class LayerFeatures(NamedTuple):
     """Outputs of the layers in the last forward pass, by layer number, from 1.
 
@@ -87,16 +95,24 @@ def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     return any(getattr(text_config, name, 0.0) for name in _ATTENTION_DROPOUT)
 
 
-def verify_attention(key: str, model_config: PreTrainedConfig) -> None:
-    """Raise a ``ConfigError`` for values of attention that transformers loads, and for which torch raises in training.
+def verify_settings(key: str, model_config: PreTrainedConfig) -> None:
+    """Raise a ``ConfigError`` for values that transformers loads, and for which it or torch raises later.
 
-    These are query heads that cannot share the key heads, and dropout that is no probability.
+    These are values of another type, a decoder-only model that is said to have an encoder, query heads that cannot
+    share the key heads, and dropout that is no probability.
 
     Args:
         key: Configuration key that named the model.
         model_config: Configuration of the model.
     """
     text_config = model_config.get_text_config()
+    for name, kind, remedy in _TYPES:
+        for layer in (*list_layer_configs(model_config), *list_layer_configs(text_config)):
+            if not isinstance(value := getattr(layer, name, None), kind):
+                raise ConfigError(Problem(key, f"`{name}` is {value!r}", remedy))
+    if model_config.is_encoder_decoder is not (expected := type(model_config).is_encoder_decoder):
+        found = f"`is_encoder_decoder` is {model_config.is_encoder_decoder!r}"
+        raise ConfigError(Problem(key, found, f"write {str(expected).lower()}, or delete it"))
     for layer in list_layer_configs(text_config):
         num_heads = getattr(layer, "num_attention_heads", None) or 1
         num_keys = getattr(layer, "num_key_value_heads", None) or num_heads
@@ -148,7 +164,7 @@ def find_layers(model: Any) -> nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
     # Of the decoder: a vision tower, which comes first, may have as many layers.
     for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+        if isinstance(module, nn.ModuleList) and len(module) == count > 0:
             return module
     found = f"{type(model).__name__} has no list of its {count} layers"
     raise ConfigError(Problem("model_name_or_path", found, "choose another architecture"))

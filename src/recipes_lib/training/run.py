@@ -25,6 +25,7 @@ from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -95,12 +96,14 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
-    "other_weights": "the weights of the reward model, reference, teacher or initial adapter",
+    "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
+    "tokenizer": "the files of `tokenizer_name_or_path`",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
     *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path"),
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
+    "ewc_reference",
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
@@ -129,6 +132,7 @@ class Run:
         finished: Whether the run is already done and its model complete.
         facts: Contents of ``run.json``; kept in memory, so that a damaged or deleted file is written again in full.
         before: Contents before this start, until it resumes; empty for a new run.
+        superseded: Checkpoints that this start renamed to extend the run; renamed back if it is refused.
     """
 
     config: RecipeConfig
@@ -138,6 +142,7 @@ class Run:
     finished: bool
     facts: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] = field(default_factory=dict)
+    superseded: list[Path] = field(default_factory=list)
 
     def choose_checkpoint(self) -> Path | None:
         """Verify and return the checkpoint to resume from; ``None``: begin at step 0. All ranks must call.
@@ -158,13 +163,16 @@ class Run:
         elif ignored := list_checkpoints(self.output_dir):
             newest = ignored[0][1]
             say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
-        hashes: Any = None, None
+        hashes: Any = None, None, None
         if self.launch.is_main:  # Other machines may have only a part of the files.
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            hashes = sample_weights(own), sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-        weights, other_weights = broadcast_object(hashes)
-        self.record(resumed_from=checkpoint and checkpoint.name, weights=weights, other_weights=other_weights)
+            others = sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
+            files = hash_files(Path(str(model.tokenizer_name_or_path)), TOKENIZER_FILES)
+            hashes = sample_weights(own), others, {"fingerprint": files} if files else None
+        weights, other_weights, tokenizer = broadcast_object(hashes)
+        inputs = {"weights": weights, "other_weights": other_weights, "tokenizer": tokenizer}
+        self.record(resumed_from=checkpoint and checkpoint.name, **inputs)
         self.before.clear()
         return checkpoint
 
@@ -260,6 +268,8 @@ class Run:
         if self.before:  # As with other rows or weights: the record must describe the checkpoints, not this start.
             self.facts.clear()
             facts = {**self.before, **({} if self.before.get("status") == "done" else facts)}
+            for path in self.superseded:
+                path.rename(path.with_name(path.name.removeprefix("superseded-")))
         try:
             self.record(**facts, **({} if self.before else self._summarise()))
         except OSError:
@@ -319,9 +329,6 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(config, previous, effective, differing))
-        if launch.is_main:
-            # Later checkpoints were trained with other learning rates; the extended run writes its own.
-            supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
     if checkpointing:
         say(f"activation checkpointing: {checkpointing}")
@@ -329,6 +336,10 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous, before=before)
     if not run.finished:
         hardware = describe_hardware(config)
+        planned = plan_run(config, launch, hardware["device"]) if launch.is_main else None
+        if differing and resume_from and launch.is_main:
+            # Later checkpoints were trained with other learning rates; the extended run writes its own.
+            run.superseded.extend(supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2])))
         run.record(
             stage=config.recipe,
             status="running",
@@ -344,7 +355,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             git_commit=read_git_commit(),
             hardware=hardware,
             activation_checkpointing=checkpointing or None,
-            planned=plan_run(config, launch, hardware["device"]) if launch.is_main else None,
+            planned=planned,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
@@ -475,6 +486,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
             "data": ("dataset_name", "dataset_mixture", *split),
             "weights": ("model_name_or_path",),
             "other_weights": _OTHERS,
+            "tokenizer": ("tokenizer_name_or_path",),
         }
         moved = (name for kind, keys in places.items() if _list_fingerprints(previous.get(kind)) for name in keys)
         names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}

@@ -169,6 +169,22 @@ def test_deepspeed_needs_same_world_size():
         verify_checkpoint_fits(split, "checkpoint-3", launch(2, "DEEPSPEED"))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero3_and_other_stages_do_not_fit(stage):
+    """DeepSpeed would fail on an assertion without words."""
+    name = f"global_step2/{'zero_pp_rank_1_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+    optimizer = "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    split = {**record(2, 1, 1, "DEEPSPEED"), "files": {name: {}, optimizer: {}}}
+    now = launch(2, "DEEPSPEED")
+    same, other = (
+        dataclasses.replace(now, layout=dataclasses.replace(now.layout, zero_stage=number))
+        for number in (stage, 5 - stage)
+    )
+    verify_checkpoint_fits(split, "checkpoint-3", same)
+    with pytest.raises(ConfigError, match=f"was written under ZeRO-.* and this launch is ZeRO-{5 - stage}"):
+        verify_checkpoint_fits(split, "checkpoint-3", other)
+
+
 def draw():
     # The legacy global generator of numpy, which is the one that upstream saves.
     return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002

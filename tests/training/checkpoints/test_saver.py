@@ -63,6 +63,22 @@ def test_failed_verification_publishes_nothing_and_raises(build, tmp_path, lines
     assert lines == ["the last checkpoint could not be written: truncated"]
 
 
+@pytest.mark.parametrize(
+    ("words", "engine", "waits"),
+    [("Timed out waiting", "FSDP", False), ("Timed out waiting", "", True), ("other", "FSDP", True)],
+)
+def test_end_of_run_does_not_wait_for_shards_of_rank_that_does_not_answer(tmp_path, monkeypatch, words, engine, waits):
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print, engine=engine)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    waited: list[bool] = []
+    monkeypatch.setattr(saver._writer, "settle", lambda: waited.append(True))
+    try:
+        raise RuntimeError(words)
+    except RuntimeError:
+        saver.settle()
+    assert bool(waited) == waits
+
+
 def test_file_deleted_during_save_publishes_nothing(build, tmp_path):
     saver, state = build(), {"weight": torch.ones(3)}
     staged = stage(saver, 1, state, verify=lambda: (tmp_path / "_saving" / "checkpoint-1" / "scheduler.pt").unlink())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+from recipes_lib.errors import explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
 from recipes_lib.training.checkpoints.sharded import (
@@ -87,6 +91,18 @@ def test_unchanged_shards_pass_verification(saved):
     model, optimizer, folder = saved
     verify_shards(folder, read_shapes(model))
     compare_own_shards(folder, read_trained_state(model), describe(model, optimizer))
+
+
+def test_full_disk_of_shards_is_explained(saved, monkeypatch):
+    model, _, folder = saved
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", Mock(side_effect=full))
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(folder), use_cpu=True), print)
+    with pytest.raises(RuntimeError, match="process 0: OSError") as raised:
+        copy_model_shards(folder, read_trained_state(model), saver)()
+    refusal = explain_refusal(raised.value)
+    assert refusal is not None
+    assert refusal.found.startswith("the disk is full: ")
 
 
 @pytest.mark.parametrize("which", ["weight", "state"])

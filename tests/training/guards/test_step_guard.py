@@ -255,6 +255,17 @@ def test_fp16_non_finite_loss_stops_at_once(tiny_model_dir, tmp_path):
         trainer.guard.check_step(torch.tensor(float("inf")))
 
 
+def test_gradient_that_is_not_finite_on_another_rank_alone_stops_all(tiny_model_dir, tmp_path, monkeypatch):
+    """As of a faulty GPU under DDP, after the reduction; the ranks would make different collective calls."""
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+    trainer.create_optimizer_and_scheduler(4)
+    trainer.guard.inputs.losses.append(torch.tensor(1.0))
+    other = torch.tensor([1.0, float("nan")])
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda own, reduction: (own + other) / 2)
+    with pytest.raises(DivergedError, match="step 1 was stopped before its update"):
+        trainer.guard.check_step(torch.tensor(1.0))
+
+
 def test_rollback_skips_preference_pairs(tiny_model_dir, tmp_path):
     keys = {"per_device_train_batch_size": 4, "max_steps": 7, "train_sampling_strategy": "sequential"}
     keys |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}

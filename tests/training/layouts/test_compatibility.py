@@ -65,7 +65,7 @@ ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["parallelism_config"]}
 LIVE = {"precompute_ref_log_probs": False}
 PRETRAIN, SFT = {"recipe": "pretrain", "gradient_accumulation_steps": 4}, {"recipe": "sft"}
-PPO, RLOO, DISTIL = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill"))
+PPO, RLOO, DISTIL, LORA = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill", "lora"))
 # For each row of BLOCKED, in order: recipe keys and launch file that it refuses, and similar pairs that it accepts.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (
@@ -200,6 +200,10 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
+    ),
+    (
+        (LORA | {"use_dora": True}, ZERO_3),
+        [(LORA | {"use_dora": True}, ZERO), (LORA | {"use_dora": True}, FSDP), (LORA, ZERO_3)],
     ),
     (
         ({"eval_tasks": "[core]"}, FSDP),

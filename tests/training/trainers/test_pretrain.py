@@ -146,7 +146,16 @@ def test_extended_run_resumes_from_stable_phase(tmp_path, tiny_tokenizer_dir, mo
     keys = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 3, "warmup_steps": 2}
     keys |= {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1, "logging_steps": 2}
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=10, **keys), monkeypatch)
-    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-7", "checkpoint-10"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {name for name in names if "checkpoint" in name} == {"checkpoint-7", "checkpoint-10"}
+    documents = tmp_path / "documents.jsonl"
+    text = documents.read_text()
+    documents.write_text(text.replace("the", "thy"))
+    with pytest.raises(ConfigError, match="the rows of the dataset are not those"):
+        run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, **keys), monkeypatch)
+    # An extension that is refused leaves the checkpoints as they were.
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    documents.write_text(text)
     run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, **keys), monkeypatch)
     run_recipe(
         build_config(tmp_path, tiny_tokenizer_dir, max_steps=15, output_dir=tmp_path / "long", **keys), monkeypatch

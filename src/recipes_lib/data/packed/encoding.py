@@ -361,8 +361,8 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         "options": {name: value for name, value in options.items() if name not in _NOT_IN_KEY},
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
-        "tokenizer": _hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
-        "code": _hash_files(Path(__file__).parents[1], ("**/*.py",)),
+        "tokenizer": hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
+        "code": hash_files(Path(__file__).parents[1], ("**/*.py",)),
         "versions": {package: version(package) for package in _PACKAGES},
     }
 
@@ -427,5 +427,6 @@ def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
-def _hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+def hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    """Return the SHA-256 of the files of a folder that match, by relative path."""
     return {path.relative_to(folder).as_posix(): hash_file(path) for path in _list_files(folder, patterns)}

@@ -270,12 +270,16 @@ def rotate(
     return failures
 
 
-def supersede(output_dir: Path, after_step: int) -> None:
-    """Rename all checkpoints after a step to ``superseded-checkpoint-N``, so that they are never resumed from."""
-    for step, path in list_checkpoints(output_dir):
-        if step > after_step:
-            shutil.rmtree(path.with_name(f"superseded-{path.name}"), ignore_errors=True)
-            put_aside(path, "superseded")
+def supersede(output_dir: Path, after_step: int) -> list[Path]:
+    """Rename all checkpoints after a step to ``superseded-checkpoint-N``, so that they are never resumed from.
+
+    Returns:
+        The renamed folders.
+    """
+    later = [path for step, path in list_checkpoints(output_dir) if step > after_step]
+    for path in later:
+        shutil.rmtree(path.with_name(f"superseded-{path.name}"), ignore_errors=True)
+    return [put_aside(path, "superseded") for path in later]
 
 
 def put_aside(path: Path, why: str) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import platform
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -55,7 +56,7 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
 
     Raises:
         ConfigError: One of checkpoint and launch is DeepSpeed's and the other is not, or both are but their world sizes
-            differ.
+            differ, or one is of ZeRO-3.
     """
     engine, world_size = record.get("engine", ""), record.get("world_size", launch.world_size)
     if engine != launch.engine and "DEEPSPEED" in (engine, launch.engine):
@@ -69,6 +70,12 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
         raise ConfigError(
             Problem(name, found, f"start {world_size} processes, or train under DDP or FSDP, which resume with any")
         )
+    # Only ZeRO-3 splits the weights over files of the ranks.
+    is_split = any(re.search(r"zero_pp_rank_\d+_.*model_states", file) for file in record.get("files", ()))
+    if engine == "DEEPSPEED" and is_split != (launch.layout.zero_stage == 3):
+        found = f"was written under {'ZeRO-3' if is_split else 'ZeRO-1 or 2'}, and this launch is ZeRO-"
+        remedy = "start with the launch file that the run was started with"
+        raise ConfigError(Problem(name, f"{found}{launch.layout.zero_stage}", remedy))
 
 
 def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:

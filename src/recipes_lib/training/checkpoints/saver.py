@@ -6,6 +6,7 @@ import errno
 import os
 import platform
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from recipes_lib.files import explain_write_errors, find_record
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
+from recipes_lib.processes import explain_lost_connection
 from recipes_lib.quantities import format_bytes
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
@@ -412,7 +414,13 @@ class CheckpointSaver:
             self._writer.raise_failure()
 
     def settle(self) -> None:
-        """Wait for the writer when a run ends; log its error instead of raising, as another error may be under way."""
+        """Wait for the writer when a run ends; log its error instead of raising, as another error may be under way.
+
+        If that is of a rank that does not answer, a writer of shards would wait for that rank without a limit.
+        """
+        error = sys.exception()
+        if self._engine and error is not None and explain_lost_connection(error) is not None:
+            return
         if (failure := self._writer.settle()) is not None:
             self._say(f"the last checkpoint could not be written: {failure}")
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -370,10 +371,18 @@ def _read_described(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _distributed_options() -> Iterator[dict[str, bool]]:
-    """Yield ``no_dist`` for torch's save and load functions, and silence their warning in a single process."""
+    """Yield ``no_dist`` for torch's save and load functions, and silence their warning in a single process.
+
+    Raises:
+        RuntimeError: They failed on a process, which the message names with the reason.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield {"no_dist": not is_distributed()}
+        try:
+            yield {"no_dist": not is_distributed()}
+        except CheckpointException as error:  # It is no ``Exception``, and all ranks raise it.
+            rank, (failure, _) = min(error.failures.items())
+            raise RuntimeError(f"process {rank}: {type(failure).__name__}: {failure}") from error
 
 
 def _list_files(folder: Path, rank: int | None) -> list[Path]:

@@ -211,12 +211,14 @@ class StepGuard(TrainerCallback):
         """
         trainer = self._trainer
         # A mean, because each process's loss is multiplied by the world size (``compute_loss``). Every rank gets the
-        # same two figures, so that all of them decide alike without another collective call.
+        # same figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
-        total = trainer.accelerator.reduce(share, reduction="mean")
-        whole = get_full_tensor(torch.as_tensor(norm)).to(total.device)
-        figures: list[float] = torch.stack([total, whole.float()]).tolist()
-        loss, grad_norm = figures
+        whole = get_full_tensor(torch.as_tensor(norm)).to(share.device).float()
+        means = trainer.accelerator.reduce(torch.stack([share, whole]), reduction="mean")
+        figures: list[float] = torch.cat([means, whole[None]]).tolist()
+        loss, mean_norm, grad_norm = figures
+        # Norms are equal, but for a fault of one device after the reduction of the gradients.
+        grad_norm = grad_norm if math.isfinite(mean_norm) else mean_norm
         step = trainer.state.global_step + 1
         if not math.isfinite(loss):
             self._stop(loss, grad_norm)
