@@ -214,11 +214,9 @@ class StepGuard(TrainerCallback):
         # same figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
         whole = get_full_tensor(torch.as_tensor(norm)).to(share.device).float()
-        means = trainer.accelerator.reduce(torch.stack([share, whole]), reduction="mean")
-        figures: list[float] = torch.cat([means, whole[None]]).tolist()
-        loss, mean_norm, grad_norm = figures
         # Norms are equal, but for a fault of one device after the reduction of the gradients.
-        grad_norm = grad_norm if math.isfinite(mean_norm) else mean_norm
+        figures: list[float] = trainer.accelerator.reduce(torch.stack([share, whole]), reduction="mean").tolist()
+        loss, grad_norm = figures
         step = trainer.state.global_step + 1
         if not math.isfinite(loss):
             self._stop(loss, grad_norm)
