@@ -168,7 +168,8 @@ class Run:
             model, flat = self.config.model, flatten_config(self.config)
             own = find_model_folder(str(model.model_name_or_path), model.model_revision)
             others = sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-            files = hash_files(Path(str(model.tokenizer_name_or_path)), TOKENIZER_FILES)
+            # None of a tokenizer of the Hub, or of the model's own.
+            files = model.tokenizer_name_or_path and hash_files(Path(model.tokenizer_name_or_path), TOKENIZER_FILES)
             hashes = sample_weights(own), others, {"fingerprint": files} if files else None
         weights, other_weights, tokenizer = broadcast_object(hashes)
         inputs = {"weights": weights, "other_weights": other_weights, "tokenizer": tokenizer}
