@@ -1,5 +1,7 @@
 """Validation of adapter targets and options against the model, with every problem at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.models.adapter_models import build_model
@@ -171,3 +173,10 @@ def test_targets_of_few_layers_are_cautioned_about(names, is_partial):
         model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**SMALL | {"num_hidden_layers": 4}, **HEADS))
     caution = find_bare_layers(model, AdapterConfig(use_peft=True, lora_target_modules=names))
     assert ("1 of 4 layers" in str(caution)) == is_partial
+
+
+def test_model_without_number_of_layers_is_not_cautioned_about(monkeypatch):
+    model = build_model("llama")
+    config = SimpleNamespace(get_text_config=SimpleNamespace)  # As of BLT.
+    monkeypatch.setattr(model, "config", config)
+    assert find_bare_layers(model, AdapterConfig(use_peft=True, lora_target_modules=["q_proj"])) is None

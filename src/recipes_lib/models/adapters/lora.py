@@ -449,7 +449,7 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
 def find_bare_layers(model: PreTrainedModel, config: AdapterConfig) -> str | None:
     """Return a caution if named targets miss layers: only each fourth layer of Qwen 3.5 has a `q_proj`."""
     indices = {index[1] for path in find_targets(model, config) if (index := re.search(r"\.(\d+)\.", path))}
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)  # BLT has several lists of layers.
     if config.lora_target_modules is None or not 0 < len(indices) < num_layers:
         return None
     found = f"lora_target_modules: the names are those of modules in {len(indices)} of {num_layers} layers"
