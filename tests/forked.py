@@ -105,10 +105,13 @@ class Launch:
         for process in self.processes:
             process.kill()
             process.join()
-        codes += [process.exitcode for process in self.processes]  # The first failure precedes the kills.
+        if not any(codes):  # The first failure precedes the kills.
+            codes = [process.exitcode for process in self.processes]
         output = [file.read_text(encoding="utf-8", errors="replace") for file in self._files]
         self._folder.cleanup()
-        return subprocess.CompletedProcess(self._args, next(filter(None, codes), 0), *output)
+        # The peers of a killed process may have failed, too, before it is noticed: its negative code is the cause.
+        code = min(filter(None, codes), key=lambda code: code > 0, default=0)
+        return subprocess.CompletedProcess(self._args, code, *output)
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,16 @@ def test_failed_process_ends_others_and_is_reported(tmp_path):
     assert not Path("/proc", (tmp_path / "waiting").readlink()).exists()
 
 
+@pytest.mark.multiprocess
+def test_killed_process_is_reported_before_peers_that_failed_for_it(tmp_path):
+    """Also if both have ended before the first is noticed."""
+    launch = Launch("tests.test_forked", tmp_path, "kill", num_processes=2)
+    for process in launch.processes:
+        process.join()
+    assert [process.exitcode for process in launch.processes] == [1, -signal.SIGKILL]
+    assert launch.finish().returncode == -signal.SIGKILL
+
+
 def test_run_script_matches_python_command(tmp_path):
     (tmp_path / "beside.py").write_text("word = 'beside'")
     (tmp_path / "lib").mkdir()
@@ -49,9 +60,13 @@ def test_run_script_matches_python_command(tmp_path):
 
 
 def main():
-    """Write the environment of this rank; with ``fail``, rank 1 raises while rank 0 sleeps."""
+    """Write this rank's environment. ``fail``: rank 1 raises while rank 0 sleeps. ``kill``: 0 raises, 1 is killed."""
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+    if sys.argv[2:] == ["kill"]:
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionResetError("rank 1 is gone")
     if sys.argv[2:] == ["fail"]:
         if rank == "0":
             (folder / "waiting").symlink_to(str(os.getpid()))

@@ -418,7 +418,7 @@ def check_agreement(
     positions = getattr(text, "max_position_embeddings", None)
     if max_length is not None and positions is not None and max_length > positions:
         found = f"{max_length} tokens are more than the {positions} positions of the model"
-        problems.append(Problem("max_length", found, f"set max_length to {positions} at most"))
+        problems.append(Problem("max_length", found, f"set it to {positions} at most, in RL lower response_length too"))
     return problems
 
 
