@@ -173,7 +173,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "empty answer": (chat(user(), assistant(" \n")), "messages[1].content is empty"),
     "no assistant": (chat(user(), user()), "no assistant turn"),
     "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
-    "call in a part": (chat(user(), assistant([{"type": "tool_use", "name": "add"}])), "write calls as `tool_calls`"),
+    "call in a part": (chat(user(), assistant([{"type": "tool_use", "name": "add"}])), "write calls as `tool_calls: ["),
     "result in a part": (chat(user([{"type": "tool_result", "content": "4"}]), assistant()), "{role: tool, content"),
     "thought of a user": (chat(user([THOUGHT]), assistant()), "messages[0].content[0] has type `thinking`"),
     "thought after an answer": (chat(user(), assistant([TEXT, THOUGHT])), "content[1] has type `thinking`"),

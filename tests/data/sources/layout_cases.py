@@ -266,6 +266,9 @@ AS_REASONED: Rows = {
         "reasoning as a part": answered(
             content=[{"type": "reasoning", "text": "Count."}, {"type": "text", "text": "4"}]
         ),
+        "LLaMA-Factory's parts": answered(
+            content=[{"type": "reasoning", "value": "Count."}, {"type": "text", "value": "4"}]
+        ),
     }
 }
 OTHER: dict[str, Case] = {

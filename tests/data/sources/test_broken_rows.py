@@ -184,6 +184,15 @@ def test_encode_valid_drops_only_failing_rows():
     assert len(problems) == 7
 
 
+@pytest.mark.parametrize(("num_rows", "is_named"), [(100, True), (99, False)])
+def test_error_names_key_that_drops_so_few_broken_rows(num_rows, is_named):
+    broken = BrokenRows(TokensConfig())
+    broken.add(num_rows, [Problem("d row 10", "broken", "write another")])
+    first, *rest = broken.list_problems("d")
+    assert first.remedy == "write another"
+    assert ["`broken_rows: drop`" in problem.remedy for problem in rest] == [True] * is_named
+
+
 def test_broken_row_counts_resume():
     tokens = TokensConfig(broken_rows="drop", max_broken_fraction=0.1)
     broken = BrokenRows(tokens, num_rows=10, num_broken=1)

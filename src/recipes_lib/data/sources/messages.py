@@ -55,10 +55,10 @@ _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
 """Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
 
 _TOOL_PARTS: Final = {
-    "tool_use": "write calls as `tool_calls` of the turn: [{function: {name: ..., arguments: {...}}}]",
+    **dict.fromkeys(("tool_use", "tool_call"), "write calls as `tool_calls: [{function: {name: ..., arguments: {}}}]`"),
     "tool_result": "write each result as a turn of its own: {role: tool, content: ...}",
 }
-"""Remedy for each type of part that Anthropic's API has for tools."""
+"""Remedy for each type of part that Anthropic's API and LLaMA-Factory have for tools."""
 
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of parts that are texts; the last two are those of OpenAI's Responses API. Gemini's have no type."""
@@ -422,7 +422,7 @@ def _read_thought(parts: Sequence[object], place: str) -> str | None:
     first = parts[0] if parts else None
     if not isinstance(first, Mapping) or first.get("type") not in ("thinking", "reasoning"):
         return None
-    place, thought = f"{place}.{first['type']}", first.get("thinking", first.get("text"))
+    place, thought = f"{place}.{first['type']}", first.get("thinking", first.get("text", first.get("value")))
     # A list of parts in Mistral's API.
     return _join_parts(thought, place) if isinstance(thought, (list, tuple)) else check_text(thought, place)
 

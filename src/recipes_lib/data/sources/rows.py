@@ -202,6 +202,7 @@ class BrokenRows:
         options = tokens or TokensConfig()
         self._is_stream = is_stream
         self.are_dropped = options.broken_rows == "drop"
+        self._droppable_fraction = options.max_broken_fraction
         self._max_fraction = options.max_broken_fraction if self.are_dropped else 0.0
         self.num_rows, self.num_broken = num_rows, num_broken
         self.fatal: list[Problem] = []
@@ -254,12 +255,16 @@ class BrokenRows:
         Args:
             name: Name of the dataset in the error.
         """
-        are_too_many = self.num_broken > self._max_fraction * self.num_rows
-        problems = merge_alike(self._problems, self.num_rows) if are_too_many else []
+        if self.num_broken <= self._max_fraction * self.num_rows:
+            return self.fatal
         # Without the problems of an interrupted process, which are not known any more.
-        if are_too_many and self.are_dropped:
+        problems = merge_alike(self._problems, self.num_rows)
+        if self.are_dropped:
             found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
             problems.insert(0, Problem(name, found, "fix them, or raise max_broken_fraction"))
+        elif self.num_broken <= self._droppable_fraction * self.num_rows:
+            remedy = "correct them, or set `broken_rows: drop`, which leaves them out and counts them"
+            problems.append(Problem(name, f"{self.describe()} are broken", remedy))
         return [*self.fatal, *problems]
 
     def read(self, entries: Iterable[Item | Problem], name: str) -> Iterator[Item]:
