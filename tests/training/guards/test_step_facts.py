@@ -40,6 +40,12 @@ def test_describe_faults_names_loss_before_gradient(processes, message):
     assert message in describe_faults([find_faults(build_chain(bad=bad), losses) for bad, losses in processes])
 
 
+def test_freed_gradients_are_not_said_to_be_finite():
+    """As DeepSpeed frees them: the norm may be that of a NaN."""
+    reason = describe_faults([find_faults({"weight": torch.ones(2)}, [1.0])])
+    assert "is not finite, though every loss is; DeepSpeed keeps no gradients" in reason
+
+
 def test_dump_holds_rows_tensors_and_strict_json(tmp_path):
     batches = [{"input_ids": torch.arange(6).view(2, 3), "max_length_q": 3}, {"labels": torch.ones(2, 2).t()}]
     inputs = StepInputs(batches, [np.array([4, 9]), None], None)

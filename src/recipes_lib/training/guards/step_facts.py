@@ -99,6 +99,8 @@ def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
         if names:
             more = f" and of {pluralize(len(names) - 1, 'more parameter')}" if len(names) > 1 else ""
             return f"on rank {rank} the gradient of {names[0]} is not finite{more}, though every loss is"
+    if not any(found["num_gradients"] for found in faults):  # DeepSpeed has freed them.
+        return "the norm of the gradient is not finite, though every loss is; DeepSpeed keeps no gradients to look at"
     return "the norm of the gradient is not finite, though every gradient and loss is: it is too large for float32"
 
 
