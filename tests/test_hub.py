@@ -18,6 +18,7 @@ from recipes_lib.data.sources.hub_datasets import load_hub
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import UserError
 from recipes_lib.evaluation.suites import load_tasks
+from recipes_lib.models.adapters.saved import find_base
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 
 MODEL = ModelConfig(model_name_or_path="nobody/nothing")
@@ -141,6 +142,13 @@ def test_refused_weights_are_not_missing_ones(hub, model, monkeypatch):
     monkeypatch.setattr(hub, "_file", refuse)
     with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
         load_causal_lm(MODEL, "sdpa")
+
+
+def test_refused_configuration_of_adapter_is_not_a_missing_one(hub, model):
+    model["adapter_config.json"] = b'{"peft_type": "LORA", "base_model_name_or_path": "org/base"}'
+    hub.sabotage = lambda kind: Refusal(429).answer
+    with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
+        find_base(MODEL)
 
 
 def test_no_service_is_asked_to_convert_pickled_weights(hub, model):

@@ -105,8 +105,8 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     revision = config.tokenizer_revision or (None if own else config.model_revision)
     verify_remote_code(config)
     with explained(key, name):
-        _download(name, revision, "tokenizer.json", "tokenizer_config.json", SENTENCEPIECE)
-        _download(name, revision, "special_tokens_map.json", "chat_template.jinja")
+        download(name, revision, "tokenizer.json", "tokenizer_config.json", SENTENCEPIECE)
+        download(name, revision, "special_tokens_map.json", "chat_template.jinja")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
             revision=revision,
@@ -314,7 +314,7 @@ def read_checkpoint(
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
-        _download(name, config.model_revision, WEIGHTS, INDEX)
+        download(name, config.model_revision, WEIGHTS, INDEX)
         model, info = auto_class.from_pretrained(
             **{"pretrained_model_name_or_path": name, "use_safetensors": True, **options},
             dtype=config.dtype,
@@ -454,7 +454,7 @@ def describe_ids_beyond(num_ids: int, *configs: PreTrainedConfig | GenerationCon
     return f"there are {num_ids:,} token ids, and none is {list_first(sorted(beyond))}" if beyond else ""
 
 
-def _download(name: str, revision: str | None, *files: str) -> None:
+def download(name: str, revision: str | None, *files: str) -> None:
     """Download optional files: transformers 5.23 takes those that the Hub refuses (too many requests) for missing."""
     if not (Path(name).is_dir() or constants.HF_HUB_OFFLINE):
         for file in files:
