@@ -18,7 +18,8 @@ from recipes_lib.data.sources.hub_datasets import load_hub
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import UserError
 from recipes_lib.evaluation.suites import load_tasks
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.adapters.saved import find_base
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
 
 MODEL = ModelConfig(model_name_or_path="nobody/nothing")
 
@@ -120,6 +121,52 @@ def test_refused_file_of_tokenizer_is_not_a_missing_one(hub, refused, monkeypatc
         load_tokenizer(MODEL, TokensConfig())
     monkeypatch.setattr(hub, "_file", send)
     assert load_tokenizer(MODEL, TokensConfig()).chat_template
+
+
+@pytest.fixture
+def model(hub, tiny_model_dir):
+    """Add the tiny model to the server; returns its files."""
+    files = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+    hub.add(str(MODEL.model_name_or_path), private=False, files=files)
+    return hub.repositories[str(MODEL.model_name_or_path)].branches["main"][-1].files
+
+
+def test_refused_weights_are_not_missing_ones(hub, model, monkeypatch):
+    send = hub._file
+
+    def refuse(path, body):
+        if path["path"] == "model.safetensors":
+            raise Refusal(429)
+        return send(path, body)
+
+    monkeypatch.setattr(hub, "_file", refuse)
+    with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
+        load_causal_lm(MODEL, "sdpa")
+
+
+def test_refused_configuration_of_adapter_is_not_a_missing_one(hub, model):
+    model["adapter_config.json"] = b'{"peft_type": "LORA", "base_model_name_or_path": "org/base"}'
+    hub.sabotage = lambda kind: Refusal(429).answer
+    with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
+        find_base(MODEL)
+
+
+def test_no_service_is_asked_to_convert_pickled_weights(hub, model):
+    """Its weights would be of a pull request, not of the commit that is recorded."""
+    model["pytorch_model.bin"] = model.pop("model.safetensors")
+    with pytest.raises(UserError, match="nobody/nothing has no whole safetensors weights"):
+        load_causal_lm(MODEL, "sdpa")
+    assert set(hub.requests) == {"file"}
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_damaged_file_of_cache_is_named(hub, model, name, tmp_path):
+    load_tokenizer(MODEL, TokensConfig())
+    load_model_config(MODEL)
+    (file,) = (tmp_path / "cache").glob(f"*/snapshots/*/{name}")
+    file.write_bytes(model[name][:-9])
+    with pytest.raises(UserError, match=str(file)):
+        [load_tokenizer(MODEL, TokensConfig()), load_model_config(MODEL)]
 
 
 def test_offline_mode_is_unchanged_for_paths_and_reachable_hub(unreachable, tmp_path, monkeypatch):

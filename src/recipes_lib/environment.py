@@ -74,6 +74,7 @@ def go_offline_unless_reachable(name: str) -> None:
     """
     if Path(name).exists():
         return
+    processes.disable_weight_conversion()
     # Slow to import, and not needed for a path.
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HfHubHTTPError

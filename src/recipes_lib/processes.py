@@ -66,6 +66,14 @@ def disable_tokenizer_threads() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def disable_weight_conversion() -> None:
+    """Make transformers load no Hub weights that a public service has converted to safetensors.
+
+    They are of another commit than the recorded one, and the service is told the name of a private model.
+    """
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+
+
 def read_rank() -> int:
     """Return the rank of this process, from ``RANK``; 0 without a launcher."""
     return _read_number("RANK", 0)

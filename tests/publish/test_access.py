@@ -107,6 +107,21 @@ def test_transient_errors_are_retried_then_reported(hub, pauses, capsys):
         find_target(KEYS)
 
 
+@pytest.mark.parametrize("kind", ["whoami", "info", "create"])
+def test_page_of_a_proxy_is_no_answer(hub, pauses, kind):
+    page = Fault(200, {"Content-Type": "text/html"}, b"<html>Log in</html>")
+    hub.sabotage = lambda one: page if one == kind else None
+    with pytest.raises(ConfigError, match=r"did not answer for .*mine: JSONDecodeError"):
+        open_target(KEYS)
+
+
+def test_hidden_repository_is_not_called_public(hub):
+    """A fine-grained token may see no repository that exists."""
+    hub.sabotage = lambda kind: Fault(404, {"X-Error-Code": "RepoNotFound"}) if kind in ("info", "auth") else None
+    with pytest.raises(ConfigError, match="did not answer for me/mine: RepositoryNotFoundError"):
+        open_target(KEYS)
+
+
 def test_offline_mode_and_missing_token_are_rejected(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"offline.*\s+unset HF_HUB_OFFLINE"):

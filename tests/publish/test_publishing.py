@@ -139,7 +139,12 @@ def squash(hub):
     history[:] = [Commit("e" * 40, "squashed", history[-1].files)]
 
 
-@pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash])
+def lose_records(hub):
+    """Leave the files of a checkpoint, which has the weights of its model if both are the same adapter."""
+    del hub.repositories["me/mine"].branches["trial"][-1].files["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("lose", [lose_repository, lose_branch, push_over, squash, lose_records])
 def test_content_lost_on_hub_is_published_again(recipes, hub, run, lose):
     command = ["publish", str(finish(run)), "--hub_revision", "trial", "--tag", "v1"]
     recipes(*command)
@@ -487,12 +492,14 @@ def test_new_model_replaces_older_one_and_keeps_user_files(hub, run, publish):
     shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     files = hub.repositories["me/mine"].branches["main"][-1].files
     older = {*shards, "model.safetensors.index.json", "adapter_config.json", "reward_scale.json"}
-    files |= dict.fromkeys(older, b"{}") | {"NOTES.md": b"the user's own"}
+    older |= {"tokenizer.model", "chat_template.jinja", "additional_chat_templates/rag.jinja"}
+    own = {"NOTES.md", "notes/config.json"}
+    files |= dict.fromkeys(older | own, b"{}")
     finish(run)
     publish()
     after = set(hub.repositories["me/mine"].find("main").files)
     assert not after & older
-    assert {"NOTES.md", "model.safetensors", "config.json"} <= after
+    assert own | {"model.safetensors", "config.json"} <= after
 
 
 def test_model_is_published_only_after_the_end_of_its_run(hub, run, publish):

@@ -137,7 +137,7 @@ def test_checkpoint_publishes_model_card_and_record(run):
     assert set(files) == MODEL_FILES | DESCRIPTION
     assert b"| eval_loss | 3.0 |" in files["README.md"]
     # Card and record are generated, and have no hash in the manifest.
-    assert {path for path in files if contents.find_hash(path)} == MODEL_FILES
+    assert {path for path, file in files.items() if contents.find_hash(path, file)} == MODEL_FILES
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
@@ -146,11 +146,28 @@ def test_published_files_of_adapter_checkpoint_match_its_manifest(run, strategy)
     (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/models/base", "r": 8}))
     write_complete(checkpoint, step=10)
     contents = find_contents(run, {"hub_strategy": strategy})["checkpoint-10"]
-    hashes = {path: (contents.find_hash(path), file) for path, file in collect_files(contents, run).items()}
-    assert hashes["adapter_config.json"][0] is not None
-    for path, (digest, file) in hashes.items():
+    files = collect_files(contents, run)
+    hashes = {path: contents.find_hash(path, file) for path, file in files.items()}
+    kept = "last-checkpoint/adapter_config.json" if strategy == "checkpoint" else "config.json"
+    assert hashes[kept] is not None
+    for path, file in files.items():
         content = file if isinstance(file, bytes) else file.read_bytes()
-        assert digest in (None, hashlib.sha256(content).hexdigest()), path
+        assert hashes[path] in (None, hashlib.sha256(content).hexdigest()), path
+
+
+@pytest.mark.parametrize(
+    ("base", "commit", "published"),
+    [("/models/base", None, "base"), ("runs/base", None, "base"), ("owner/base", "c" * 40, "owner/base"), (None,) * 3],
+)
+def test_adapter_is_published_with_name_of_its_base_and_no_path(run, base, commit, published):
+    """The repository ``runs/base`` may be a stranger's."""
+    (finish(run) / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
+    (run / "run.json").write_text(json.dumps(json.loads((run / "run.json").read_text()) | {"model_commit": commit}))
+    files = collect_files(Contents(name=MODEL, source=run), run)
+    settings = files["adapter_config.json"]
+    text = settings.decode() if isinstance(settings, bytes) else settings.read_text()
+    assert json.loads(text) == {"base_model_name_or_path": published, "r": 8}
+    assert b"runs/base" not in files["README.md"]
 
 
 def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
@@ -160,7 +177,8 @@ def test_hub_strategy_checkpoint_publishes_optimizer_state(run):
     files = collect_files(contents, run)
     assert set(files) == MODEL_FILES | DESCRIPTION | {f"last-checkpoint/{name}" for name in MODEL_FILES | STATES}
     sha256 = read_complete(checkpoint)["files"]["README.md"]["sha256"]
-    assert contents.find_hash("last-checkpoint/README.md") == sha256
+    path = "last-checkpoint/README.md"
+    assert contents.find_hash(path, files[path]) == sha256
 
 
 def test_published_record_has_no_machine_paths(run):

@@ -42,7 +42,7 @@ from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeCon
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, explain_refusal, iterate_causes, list_first
 from recipes_lib.files import read_json, read_record, read_text
-from recipes_lib.models.model_files import MODEL_SHARDS, POLICY, SENTENCEPIECE, find_damage, is_model
+from recipes_lib.models.model_files import INDEX, MODEL_SHARDS, POLICY, SENTENCEPIECE, WEIGHTS, find_damage, is_model
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import (
     build_dequantization,
@@ -57,10 +57,6 @@ logger = logging.getLogger(__name__)
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which maps auto classes to classes of the repository's own modules."""
-_OPTIONAL: Final = (
-    *("tokenizer.json", "tokenizer_config.json", SENTENCEPIECE, "special_tokens_map.json", "chat_template.jinja"),
-)
-"""Files of a tokenizer that transformers 5.23 takes for missing if the Hub refuses them, as with too many requests."""
 SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
@@ -68,11 +64,7 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
     (LocalEntryNotFoundError, "is no folder, nor cached; the Hub is out of reach", "`hf download {name}` while online"),
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
-    (
-        "trust_remote_code",
-        "has its own code",
-        "review it; set trust_remote_code: true and model_revision to its commit",
-    ),
+    ("trust_remote_code", "has its own code", "review it; set trust_remote_code: true, model_revision to its commit"),
     ("unable to mmap", "has a weights file that is larger than the memory of this machine", "use one with more"),
     (
         "safetensors",
@@ -113,10 +105,8 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
     revision = config.tokenizer_revision or (None if own else config.model_revision)
     verify_remote_code(config)
     with explained(key, name):
-        if not (Path(name).is_dir() or constants.HF_HUB_OFFLINE):
-            for file in _OPTIONAL:
-                with suppress(RemoteEntryNotFoundError):
-                    hf_hub_download(name, file, revision=revision)
+        download(name, revision, "tokenizer.json", "tokenizer_config.json", SENTENCEPIECE)
+        download(name, revision, "special_tokens_map.json", "chat_template.jinja")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
             revision=revision,
@@ -168,14 +158,15 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         ConfigError: One of them cannot be loaded; or as ``verify_settings``.
     """
     verify_remote_code(config)
-    name, options = str(config.model_name_or_path), _load_options(config)
+    name = str(config.model_name_or_path)
     with explained("model_name_or_path", name):
-        model_config = AutoConfig.from_pretrained(name, **options)
+        model_config = AutoConfig.from_pretrained(name, **_load_options(config))
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
         except OSError as error:  # Many models have no generation_config.json; transformers derives it in the same way.
+            folder = find_model_folder(name, config.model_revision)
             # Damaged, or not sent: its stop tokens would be lost.
-            if (Path(name) / "generation_config.json").exists() or explain_refusal_of_hub(error):
+            if (folder and (folder / "generation_config.json").exists()) or explain_refusal_of_hub(error):
                 raise
             generation_config = GenerationConfig.from_model_config(model_config)
         verify_settings("model_name_or_path", model_config)
@@ -323,6 +314,7 @@ def read_checkpoint(
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
+        download(name, config.model_revision, WEIGHTS, INDEX)
         model, info = auto_class.from_pretrained(
             **{"pretrained_model_name_or_path": name, "use_safetensors": True, **options},
             dtype=config.dtype,
@@ -462,6 +454,14 @@ def describe_ids_beyond(num_ids: int, *configs: PreTrainedConfig | GenerationCon
     return f"there are {num_ids:,} token ids, and none is {list_first(sorted(beyond))}" if beyond else ""
 
 
+def download(name: str, revision: str | None, *files: str) -> None:
+    """Download optional files: transformers 5.23 takes those that the Hub refuses (too many requests) for missing."""
+    if not (Path(name).is_dir() or constants.HF_HUB_OFFLINE):
+        for file in files:
+            with suppress(RemoteEntryNotFoundError):
+                hf_hub_download(name, file, revision=revision)
+
+
 def _load_options(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
 
@@ -510,13 +510,13 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
         return f"{name}: {refusal[0]}", refusal[1]
     causes, is_offline = list(iterate_causes(error)), constants.HF_HUB_OFFLINE and not Path(name).is_dir()
     for kind, found, remedy in _REASONS:
-        applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
-        if applies:
+        if kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes):
             if kind == "safetensors" and is_offline:
                 found, remedy = "is cached without its weights, and offline", "`hf download {name}` while online"
             return f"{name} {found}", remedy.format(name=name)
+    folder = Path(name) if Path(name).exists() else find_model_folder(name, None) or Path(name)
     # The tokenizers library does not name the file that it cannot read.
-    for path in () if ".json" in str(error) else sorted(Path(name).glob("*.json")):
+    for path in () if ".json" in str(error) else sorted(folder.glob("*.json")):
         try:
             read_json(path)
         except DataError as damage:
@@ -525,8 +525,8 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
             return f"{path} begins with a byte order mark", "save it in UTF-8 without one"
     # Such as a full disk of the Hub's cache.
     exhausted = explain_refusal(error)
-    remedy = exhausted.remedy if exhausted else "check that it is a complete model folder or Hub repository"
-    return f"{name} cannot be loaded: {_first_line(error)}", remedy
+    remedy = f"check that it is a complete model; if it is of the Hub, `hf download {name} --force-download`"
+    return f"{name} cannot be loaded: {_first_line(error)}", exhausted.remedy if exhausted else remedy
 
 
 def _first_line(error: Exception) -> str:

@@ -112,7 +112,7 @@ def _open(api: HfApi, target: Target) -> None:
     if not target.exists:
         api.create_repo(target.repository, private=target.is_private, exist_ok=True)
         # With ``exist_ok`` the repository may be another process's, created since ``find_target``.
-        if target.is_private and not _read_privacy(api, target.repository):
+        if target.is_private and _read_privacy(api, target.repository) is False:
             found = f"{target.repository} was to be private and is public"
             raise _problem("hub_private_repo", found, "name another hub_model_id")
         api.auth_check(target.repository, write=True)
@@ -159,7 +159,8 @@ def _request(name: str, request: Callable[[HfApi], T]) -> T:
         raise _problem(
             "hub_model_id", found, "write one such as `hub_model_id: my-model` or `owner/my-model`"
         ) from error
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, NO_ANSWER) as error:
+    # A page of a proxy, such as a login, is no JSON.
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, NO_ANSWER, json.JSONDecodeError) as error:
         if read_status(error) in (401, 403):
             found = f"the Hub does not let this account write to {name} ({describe(error)})"
             raise _problem("push_to_hub", found, "use a token that may: `hf auth whoami` says whose it is") from error

@@ -24,6 +24,7 @@ from recipes_lib.report.run_files import Score, list_scores, read_run
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
 _MANIFEST: Final = "corpus.json"
 _CHAT_TEMPLATE: Final = "chat_template.jinja"
 _MAX_REASONS: Final = 5
@@ -109,7 +110,7 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
 
 def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
     config, events = record["config"], read_events(folder)
-    base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
+    base, adapter = config.get("model_name_or_path"), read_portable_adapter(folder, record)
     kind = (config.get("model_config") or {}).get("model_type", "language")
     start = f"A {kind} model from random weights" if base is None else _find_name(base)
     name = _find_name(config.get("output_dir", folder))
@@ -122,8 +123,6 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
     if adapter is not None:
         facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
         subject = f"An adapter for {start},"
-        if _is_path(adapter["base_model_name_or_path"]):
-            adapter["base_model_name_or_path"] = start
     data_names = ", ".join(Path(name).name for name in datasets)
     columns = REWARDS if any("objective/score" in event for event in events) else LOSSES
     return _render(
@@ -420,10 +419,20 @@ def _show(value: Any) -> str:
     return f"{value:{decimals}}" if is_decimal else "" if value is None else str(value)
 
 
-def _read_adapter(folder: Path) -> dict[str, Any] | None:
-    """Return the content of ``adapter_config.json``; ``None`` if the folder has no adapter."""
-    path = folder / "adapter_config.json"
-    return read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
+def read_portable_adapter(folder: Path, record: Record) -> dict[str, Any] | None:
+    """Return the content of ``adapter_config.json``, with the base's name instead of its path.
+
+    Args:
+        folder: Folder of the adapter; the result is ``None`` if it has none.
+        record: Content of ``run.json``; empty if there is none.
+    """
+    path = folder / ADAPTER_CONFIG
+    settings = read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
+    base = settings and settings["base_model_name_or_path"]
+    # On another machine, a relative path such as `runs/sft` would be the repository of a stranger.
+    if settings and base and (_is_path(base) or not record.get("model_commit", base)):
+        settings["base_model_name_or_path"] = _find_name(base)
+    return settings
 
 
 def _format_versions(record: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
+from recipes_lib.models.model_files import MODEL_FILES, TEMPLATES
 from recipes_lib.publish.access import (
     DEFAULT_BRANCH,
     Target,
@@ -54,9 +55,9 @@ PAUSE_SECONDS: Final = 120.0
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 """Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
-_MODEL_FILES: Final = ("*.safetensors*", "config.json", "adapter_config.json", "reward_scale.json")
-"""Patterns of files that belong to one model, and are deleted with it: transformers would load a merged model beside
-the ``adapter_config.json`` of its adapter as the base."""
+_OF_ONE_MODEL: Final = ("*.safetensors*", *MODEL_FILES, f"{TEMPLATES}/*.jinja")
+"""Patterns of files that are deleted with their model: transformers would load a merged model beside the
+``adapter_config.json`` of its adapter as the base, and llama.cpp the ``tokenizer.model`` of an older one."""
 
 
 class DamagedError(Exception):
@@ -145,7 +146,7 @@ class Publication:
         return [contents for contents in pending if contents not in outdated]
 
     def _is_published(self, contents: Contents) -> bool:
-        """Return whether the Hub has every file except the records, which users may edit there."""
+        """Return whether the Hub has every file, also with other records, which users may edit there."""
         files = collect_files(contents, self._folder)
         # Checkpoints are compared with their tag, since the branch has moved on; a model with the branch as well.
         revisions = {contents.tag, self._target.branch if contents.name == MODEL else contents.tag}
@@ -155,9 +156,8 @@ class Publication:
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return False
             for path, file in files.items():
-                if path not in (*RECORDS, CHART) and (
-                    path not in tree or not _is_same(tree[path], file, contents.find_hash(path))
-                ):
+                is_editable = path in (*RECORDS, CHART)
+                if path not in tree or not (is_editable or _is_same(tree[path], file, contents.find_hash(path, file))):
                     return False
         return True
 
@@ -175,7 +175,7 @@ class Publication:
         files = collect_files(contents, self._folder)
         additions = [CommitOperationAdd(path, file) for path, file in files.items()]
         for addition in additions:
-            digest = contents.find_hash(addition.path_in_repo)
+            digest = contents.find_hash(addition.path_in_repo, files[addition.path_in_repo])
             if digest is not None and addition.upload_info.sha256.hex() != digest:
                 raise DamagedError(f"{addition.path_in_repo} does not match its SHA-256")
         repository, branch = self._target.repository, self._target.branch
@@ -198,7 +198,9 @@ class Publication:
         for path in self._list_files(self._target.branch):
             # Deleted: files of an older checkpoint in the state folder, and of an older model at the top.
             is_state = bool(contents.state) and path.startswith(f"{contents.state}/")
-            is_model = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _MODEL_FILES)
+            is_model = any(
+                path.count("/") == pattern.count("/") and fnmatch.fnmatch(path, pattern) for pattern in _OF_ONE_MODEL
+            )
             if (is_state or is_model) and path not in files:
                 yield CommitOperationDelete(path, is_folder=False)
 

@@ -15,7 +15,7 @@ from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.model_files import MODEL_FILES, TEMPLATES, find_damage, is_model
-from recipes_lib.publish.card import CHART, build_card, make_portable
+from recipes_lib.publish.card import ADAPTER_CONFIG, CHART, build_card, make_portable, read_portable_adapter
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
 
@@ -50,10 +50,10 @@ class Contents:
     state: str = ""
     tag: str | None = None
 
-    def find_hash(self, path: str) -> str | None:
+    def find_hash(self, path: str, file: Path | bytes) -> str | None:
         """Return the SHA-256 of a file in the manifest, by its path in the repository; ``None`` if unlisted."""
-        # Cards and records are rewritten for publishing; PEFT writes its own card into checkpoints.
-        return None if path in RECORDS else self.hashes.get(path.removeprefix(f"{self.state}/"))
+        # Bytes are rewritten for publishing, such as a card: PEFT writes its own into checkpoints.
+        return None if isinstance(file, bytes) else self.hashes.get(path.removeprefix(f"{self.state}/"))
 
 
 def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
@@ -97,6 +97,9 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         # Without the error message, which may contain paths: ``make_portable`` shortens only strings that are paths.
         portable = make_portable({name: value for name, value in manifest.items() if name != "error"})
         files[path] = json.dumps(portable, indent=1).encode()
+    adapter = read_portable_adapter(source, record)
+    if adapter is not None and adapter != read_record(source / ADAPTER_CONFIG):
+        files[ADAPTER_CONFIG] = json.dumps(adapter, indent=2).encode()
     if record:
         step = None if contents.name == MODEL else int(contents.name.rpartition("-")[2])
         files["README.md"] = build_card(source, record, read_run(folder).find_figures(step)).encode()

@@ -195,3 +195,17 @@ def test_hub_error_has_remedy(error: Exception, remedy: str, monkeypatch: pytest
     assert remedy in problem.remedy
     assert "\n" not in problem.found
     assert "OfflineMode" not in problem.found
+    assert ("['a']" in str(error)) == ("['a']" in problem.found)
+
+
+def test_reason_below_a_heading_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    write_rows(tmp_path / "b.jsonl", [{"other": 1}])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    load = datasets.load_dataset_builder
+    for files, words in ((["a.jsonl", "b.jsonl"], "Couldn't cast other"), (["a.jsonl", "c.jsonl"], "JSON parse error")):
+        (tmp_path / "c.jsonl").write_text('{"text": "b"}\n{"text"')
+        paths = [str(tmp_path / file) for file in files]
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: load("json", data_files=paths))  # noqa: B023
+        with pytest.raises(DataError, match=words):
+            load_hub("name", None, None, "train", False)

@@ -13,7 +13,7 @@ from recipes_lib.data.sources.local_files import FileSource
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
-from recipes_lib.errors import DataError, Problem, ReadFailedError
+from recipes_lib.errors import DataError, Problem, ReadFailedError, iterate_causes
 from recipes_lib.files import read_record
 
 _BATCH_ROWS: Final = 1000
@@ -173,11 +173,13 @@ def _keep_encoded(feature: Any) -> Any:
 def _describe_failure(name: str, error: Exception, otherwise: str) -> DataError:
     if refusal := explain_refusal_of_hub(error):
         return DataError(Problem(name, *refusal))
-    message = str(error).replace(" (OfflineModeIsEnabled)", "")  # Possibly set by ``go_offline_unless_reachable``.
+    message, *causes = map(str, iterate_causes(error))
+    message = message.replace(" (OfflineModeIsEnabled)", "")  # Possibly set by ``go_offline_unless_reachable``.
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), otherwise)
     if isinstance(error, ConnectionError):
         remedy = "go online, without HF_HUB_OFFLINE; pin a commit that is cached; or name a local file or folder"
-    reason = message.strip().partition("\n")[0] or type(error).__name__
+    lines = [line.strip() for text in (message, *causes) for line in text.splitlines() if line.strip()]
+    reason = " ".join(lines[: _NUM_LINES.get(lines[0], 1)]) if lines else type(error).__name__
     return DataError(Problem(name, f"cannot be loaded from the Hub: {reason}", remedy))
 
 
@@ -185,8 +187,16 @@ _REMEDIES: Final = (
     (("gated",), "accept its terms on the dataset's page, then log in with `hf auth login`"),
     (("Revision",), "check `dataset_revision`"),
     (("scripts are no longer",), "set `dataset_revision: refs/convert/parquet`, or convert the data to Parquet"),
+    (
+        ("generating the dataset", "Couldn't cast", "JSON parse error"),
+        "if its files differ or are broken, `hf download --repo-type dataset` it, and name a file or folder of them",
+    ),
     (("onfig name", "BuilderConfig"), "set `dataset_config` to one of these"),
     (("split",), "set `dataset_train_split` and `dataset_test_split` to splits it has"),
 )
-_DAMAGED: Final = "if its cached copy is damaged, delete it below HF_DATASETS_CACHE and run again while online"
+_NUM_LINES: Final = {"Config name is missing.": 2, "An error occurred while generating the dataset": 4}
+"""Heading of ``datasets`` -> number of lines up to its reason: configurations; or columns and file, or the cause."""
+_DAMAGED: Final = (
+    "if its cached copy is damaged, delete it below HF_HUB_CACHE and HF_DATASETS_CACHE and run again while online"
+)
 _REMEDY: Final = "check the spelling; a private dataset needs `hf auth login`; a local path must exist"

@@ -19,7 +19,7 @@ from transformers.utils.hub import has_file
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.loading import explained
+from recipes_lib.models.loading import download, explained
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -44,6 +44,7 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
         ConfigError: It cannot be downloaded from the Hub.
     """
     with explained("model_name_or_path", name):
+        download(name, revision, ADAPTER_CONFIG)
         if not has_file(name, ADAPTER_CONFIG, revision=revision):
             return None
         if Path(name).is_dir():
