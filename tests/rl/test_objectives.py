@@ -438,6 +438,16 @@ def test_group_advantages_match_trl_grpo(monkeypatch, policy_dir, tmp_path, scal
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_have_no_advantage_whatever_their_size(scale):
+    """Their mean is rounded: divided by a deviation of rounding errors, it would be an advantage near 1."""
+    flat = torch.full((3, 12), 12345.6)
+    flat[1], flat[2, 5] = 0.7, torch.nan
+    got = compute_group_advantages(torch.cat([flat, torch.arange(12.0)[None]]).flatten(), 12, scale=scale)
+    assert got[:36].abs().max() == 0
+    assert got[36:].abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_leave_one_out_advantages_match_trl_rloo(monkeypatch, policy_dir, tmp_path, normalize):
     keys = {"normalize_advantages": normalize}

@@ -114,6 +114,8 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
         group: Answers per prompt.
         scale: Divisor: standard deviation of the ``group`` or of the whole ``batch``, or ``none``.
 
+    Equal rewards (``find_flat_groups``) give 0, not their rounding errors divided by a standard deviation of rounding.
+
     Source: Shao et al. 2024, section 4.1.2; ``none``: Liu et al. 2025, "Understanding R1-Zero-Like Training". TRL's
     ``GRPOTrainer`` in ``tests/rl/test_objectives.py``.
     """
@@ -121,7 +123,8 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
     advantages = grouped - grouped.nanmean(dim=1, keepdim=True)
     if scale != "none":
         advantages = advantages / (_compute_deviation(grouped if scale == "group" else rewards[None]) + GROUP_EPSILON)
-    # NaN: answers without a score, and a group with a single scored one, whose deviation is 0 / 0.
+    advantages = advantages.masked_fill(find_flat_groups(grouped)[:, None], 0.0)
+    # NaN: answers without a score.
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
