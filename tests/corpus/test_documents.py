@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 
@@ -93,3 +94,14 @@ def test_shard_round_trips(tmp_path, monkeypatch):
     path.write_bytes(b"PAR1 broken")
     with pytest.raises(DataError, match=r"\.work"):
         list(read_shard(path))
+
+
+def test_row_group_is_bounded_in_rows_and_characters(tmp_path, monkeypatch):
+    """Both are in memory as a whole, when written and when read."""
+    monkeypatch.setattr("recipes_lib.corpus.documents._BATCH_ROWS", 3)
+    monkeypatch.setattr("recipes_lib.corpus.documents._BATCH_CHARACTERS", 100)
+    texts = [character * length for character, length in zip("abcdefg", (60, 60, 200, 1, 2, 3, 4), strict=True)]
+    write_shard(path := tmp_path / "a.parquet", (Document(text=t, id=t[0], metadata={SOURCE: "s"}) for t in texts))
+    groups = pq.read_metadata(path)
+    assert [groups.row_group(at).num_rows for at in range(groups.num_row_groups)] == [2, 1, 3, 1]
+    assert [document.text for document in read_shard(path)] == texts

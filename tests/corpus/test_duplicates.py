@@ -1,6 +1,7 @@
 """Exact and near duplicates, and repeated lines, against brute force."""
 
 import errno
+import gc
 import random
 import resource
 import tracemalloc
@@ -118,6 +119,22 @@ def test_peak_memory_matches_estimate(tmp_path, monkeypatch, num_slices, across)
     finally:
         tracemalloc.stop()
     assert 0.6 < peak / count_compared_bytes(num) <= 1, peak / num
+
+
+def test_hashes_of_a_task_take_the_memory_of_their_arrays(tmp_path):
+    """Not of an object for each document: 64 MB of short ones are a million."""
+    hashes, num = Hashes(CONFIG), 2000
+    hashes.add("the first document builds the tables of characters")
+    tracemalloc.start()
+    try:
+        for number in range(num):
+            hashes.add(f"document {number} of these few words")
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    hashes.write(tmp_path, 0)
+    assert taken < 1.3 * sum(file.stat().st_size for file in tmp_path.iterdir())
 
 
 def test_removed_document_repeats_a_kept_one(tmp_path, planted):

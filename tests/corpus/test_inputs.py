@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import re
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -153,7 +154,7 @@ def test_html_files_are_decoded_and_found_recursively(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.HTM").write_text("<p>zwei</p>")
     documents, _, _ = read({"name": str(tmp_path), "label": "pages"})
-    assert ["caf" in documents[0].text, documents[1].text] == [True, "<p>zwei</p>"]
+    assert [documents[0].text[-11:], documents[1].text] == ["<p>café</p>", "<p>zwei</p>"]
     assert [d.id for d in documents] == ["pages/a.html", "pages/sub/b.HTM"]
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "c.html").write_text("<p>hidden</p>")
@@ -164,6 +165,34 @@ def test_html_files_are_decoded_and_found_recursively(tmp_path, monkeypatch):
     assert len(documents) == 2
     assert ledger.tallies[READ].removed == {"empty": 1, "cannot be read": 1}
     assert ledger.notes == ["pages/long.html: is longer than 100 bytes"]
+
+
+def test_html_files_behind_links_are_read_once(tmp_path):
+    """As files of rows: a linked subfolder counts, a second name and a link to a parent do not."""
+    pages, elsewhere = tmp_path / "pages", tmp_path / "elsewhere"
+    for folder in (pages, elsewhere):
+        folder.mkdir()
+        (folder / "a.html").write_text(f"<p>{folder.name}</p>")
+    (pages / "b.html").symlink_to("a.html")
+    (pages / "c").symlink_to(elsewhere)
+    (pages / "loop").symlink_to(".")
+    documents, _, _ = read({"name": str(pages), "label": "x"})
+    assert [document.id for document in documents] == ["x/a.html", "x/c/a.html"]
+
+
+def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypatch):
+    (tmp_path / "a.html").write_text("<p>one</p>")
+    (tmp_path / "sub").mkdir()
+    listed = Path.iterdir
+
+    def refuse(path):
+        if path.name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+        read({"name": str(tmp_path)})
 
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path):

@@ -43,6 +43,7 @@ FOUND = [
     ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128-CBC,F1\n\nMIIB\n-----END RSA PRIVATE KEY-----"),
     ("api_token", "hf_" + "abcdefghij" * 3),
     ("api_token", "AKIA" + "ABCDEFGH12345678"),
+    ("api_token", "?key=AbCd12%2F+z="),
 ]
 LEFT = [
     *("10.0.0.1", "192.168.1.1", "127.0.0.1", "999.1.1.1", "1.2.3.4.5", "v8.8.8.8", "std::vector", "12:30:45"),
@@ -53,11 +54,14 @@ LEFT = [
     *("@home", "a@b", "user@localhost", "112-555-0123", "212-155-0123", "+1 2", "2024-11-23", "call 911"),
     *("-----BEGIN CERTIFICATE-----", "hf_short", "x = a.b.c.d", "1,234,567", "$48/2=<<48/2=24>>24"),
     *("logo@2x.png", "a/b-1@1.5x.webp"),
+    *("`@torch.compile`", "'@types.node'", "{@code a.b}", "Decimal('+35236450.6')", "+000000120", 'href="a?key=%s"'),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text"), FOUND)
-@pytest.mark.parametrize("around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n", "电话{}谢谢", "주소{}으로"])
+@pytest.mark.parametrize(
+    "around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n", "电话{}谢谢", "주소{}으로", "x='{}',", "`{}`"]
+)
 def test_pii_is_masked_without_context(kind, text, around):
     found = Counter()
     assert mask(around.format(text), PII_KINDS, found) == around.format(f"<{kind.upper()}>")

@@ -72,6 +72,7 @@ def test_id_of_a_page_is_that_of_its_record_or_its_place(tmp_path):
         ("Windows-1254", "cp1254", "İstanbul, Türkiye'nin en kalabalık şehridir."),
         ("iso-8859-1", "utf-8", "Zażółć gęślą jaźń"),
         ("gb2312", "gbk", "朱镕基在北京出生，后来到上海工作，人口超过两千万。"),
+        ("iso-8859-9", "cp1254", "“Işığı söndür”, çünkü şimdi güneş doğuyor."),
         ("no-charset", "cp1251", "Москва является столицей России, город федерального значения."),
         ("idna", "cp1251", "Москва является столицей России, город федерального значения."),
     ],
@@ -82,6 +83,25 @@ def test_page_is_decoded_by_the_charset_of_its_header(tmp_path, charset, codec, 
     write_warc(tmp_path / "a.warc", [("response", body.encode(codec), f"text/html; charset={charset}")])
     documents, _, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == [body]
+
+
+@pytest.mark.parametrize(
+    ("head", "codec", "text"),
+    [
+        ('<meta charset="iso-8859-9">', "cp1254", "Işığı söndür, çünkü şimdi güneş doğuyor."),
+        ('<META http-equiv="Content-Type" content="text/html; charset=x-sjis">', "cp932", "これは①番目の文章です。"),
+        ("<?xml version='1.0' encoding='iso-8859-2'?>", "iso8859-2", "Zażółć gęślą jaźń, bo właśnie tak."),
+        ('<script charset="cp1251"></script><meta charset="latin1">', "cp1252", "L’été où l’être préféré."),
+        ('<meta charset="utf-16">', "cp1251", "Москва является столицей России, город федерального значения."),
+    ],
+)
+def test_page_is_decoded_by_the_charset_that_it_states(tmp_path, head, codec, text):
+    """Also a long one, of which a detector reads samples; what is stated as UTF-16 in ASCII is not UTF-16."""
+    body = f"{head}<html>{f'<p>{text}</p>' * 300}</html>"
+    write_warc(tmp_path / "a.warc", [("response", body.encode(codec))])
+    (tmp_path / "b.html").write_bytes(body.encode(codec))
+    documents, _, _ = read({"name": str(tmp_path)})
+    assert [document.text for document in documents] == [body, body]
 
 
 _ENCODE = {

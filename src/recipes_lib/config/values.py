@@ -418,8 +418,8 @@ SECRET = re.compile(
     r"|\bwandb_v1_\w{20,}|\bnvapi-[\w-]{20,}|\bgsk_[A-Za-z0-9]{20,}|\br8_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
     r"|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{5,}"  # Slack; a signed JSON web token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
-    r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}",  # signed URLs
+    r"|(?<=://)[^/\s:@\x7f-\U0010ffff]+:[^/\s:@\x7f-\U0010ffff]+@"  # user:password@host
+    r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[\w%.~+/=:-]{3,}[\w%~+/=-]",  # signed URLs
     re.ASCII,  # A token ends where Chinese, Japanese or Korean text begins.
 )
 """Pattern of access tokens and private keys."""

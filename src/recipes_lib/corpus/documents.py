@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -25,7 +24,9 @@ from recipes_lib.files import atomic_file, count_bytes
 MAX_SAMPLE_CHARACTERS: Final = 1500
 """Longest text of a sample in the report."""
 _BATCH_ROWS: Final = 500
-"""Rows of a Parquet row group."""
+"""Rows of a Parquet row group at most."""
+_BATCH_CHARACTERS: Final = 1 << 25
+"""Characters of the texts from which a row group is complete, so that memory does not grow with their length."""
 PART_END: Final = "\ue000"
 """Separator of the texts of a chat while steps process them as one text, and their placeholder in its columns: a
 character of Unicode's private use area."""
@@ -291,8 +292,17 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
     schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
     path = path.absolute()  # pyarrow takes what precedes a colon in a relative path for the scheme of an address.
     with atomic_file(path, is_shared=True) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-        while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
+        for rows in _batch_rows(documents):
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+
+
+def _batch_rows(documents: Iterator[Document]) -> Iterator[list[dict[str, Any]]]:
+    while (document := next(documents, None)) is not None:
+        rows, size = [_to_row(document)], len(document.text)
+        while len(rows) < _BATCH_ROWS and size < _BATCH_CHARACTERS and (document := next(documents, None)) is not None:
+            rows.append(_to_row(document))
+            size += len(document.text)
+        yield rows
 
 
 def read_shard(path: Path) -> Iterator[Document]:
@@ -306,8 +316,8 @@ def read_shard(path: Path) -> Iterator[Document]:
 
     try:
         with pq.ParquetFile(path.absolute()) as file:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                for row in batch.to_pylist():
+            for group in map(file.read_row_group, range(file.num_row_groups)):
+                for row in group.to_pylist():
                     metadata = json.loads(row["metadata"]) | {SOURCE: row["source"]}
                     yield Document(text=row["text"], id=row["id"], metadata=metadata)
     except (OSError, pa.ArrowException) as error:

@@ -66,7 +66,8 @@ class Hashes:
         """Compute the hashes for the deduplication steps that ``config`` enables."""
         self.config = config
         self._minhash = MinHash(config.near_duplicates_bands, config.near_duplicates_rows, config.near_duplicates_seed)
-        self._found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _ARRAYS}
+        # Bytes of arrays: lists of arrays take over a kilobyte for each document, of which a task can have millions.
+        self._found = {name: bytearray() for name in _ARRAYS}
 
     def add(self, text: str, calls: str = "") -> None:
         """Add a document; one with other ``calls``, those of ``spell_calls``, is no duplicate."""
@@ -79,11 +80,11 @@ class Hashes:
             keys ^= np.uint64(int.from_bytes(hashlib.blake2b(calls.encode(), digest_size=8).digest()))
         has_lines = self.config.repeated_lines != "off"
         lines = hash_lines(text, self.config.repeated_lines_unit) if has_lines else np.zeros(0, np.uint64)
-        self._found["exact"].append(np.frombuffer(digest, np.uint64)[None])
-        self._found["bands"].append(keys[None])
+        self._found["exact"] += digest
+        self._found["bands"] += keys.tobytes()
         for name, array in (("shingles", shingles), ("lines", lines)):
-            self._found[f"num_{name}"].append(np.array([len(array)], np.int64))
-            self._found[name].append(array)
+            self._found[f"num_{name}"] += np.int64(len(array)).tobytes()
+            self._found[name] += array.tobytes()
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the arrays of task ``rank``, as ``RANK.NAME.npy``.
@@ -92,12 +93,10 @@ class Hashes:
         ``shingles uint32`` and ``lines uint64`` are concatenated over documents, whose counts are
         ``num_shingles int64 (N,)`` and ``num_lines int64 (N,)``.
         """
-        shapes = {"exact": (0, 2), "bands": (0, self._minhash.bands)}
-        for name, arrays in self._found.items():
+        shapes = {"exact": (-1, 2), "bands": (-1, self._minhash.bands)}
+        for name, found in self._found.items():
             dtype = np.uint32 if name == "shingles" else np.int64 if name.startswith("num") else np.uint64
-            # The empty first array has the shape and dtype of a task without documents.
-            array = np.concatenate([np.zeros(shapes.get(name, (0,)), dtype), *arrays])
-            save_array(_array_path(folder, rank, name), array)
+            save_array(_array_path(folder, rank, name), np.frombuffer(found, dtype).reshape(shapes.get(name, -1)))
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:

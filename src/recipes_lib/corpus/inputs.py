@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from os.path import realpath
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,17 +21,17 @@ from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
 from recipes_lib.corpus.documents import CHAT, HTML, PART_END, SOURCE, Ledger, escape_surrogates, split_chat
-from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
+from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, decode_page, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
 from recipes_lib.data.sources.local_files import (
-    IGNORED_NAMES,
     READERS,
     FileSource,
     compute_digest,
     find_codec,
     find_suffix,
+    list_files,
 )
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import read_parquet
@@ -171,17 +172,18 @@ def _find_pages(path: Path) -> list[Path]:
     """Return the HTML and WARC files of a source, which row readers do not support; of a folder recursively, sorted.
 
     Raises:
-        DataError: The folder also contains files of other kinds.
+        DataError: The folder also contains files of other kinds, or cannot be read.
     """
-    # Files in hidden folders are ignored, as for other kinds of files.
-    below = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path).as_posix()}")
-    files = [path] if path.is_file() else sorted(file for file in below if file.is_file())
-    pages = [file for file in files if file.name.lower().endswith((*_HTML, *_WARC))]
-    others = [file for file in files if find_suffix(file) in READERS and file.name not in IGNORED_NAMES]
+    files = [path] if path.is_file() else list_files(path, str(path)) if path.is_dir() else []
+    pages: dict[str, Path] = {}  # By real path: a file with several names is read once.
+    for file in files:
+        if file.name.lower().endswith((*_HTML, *_WARC)):
+            pages.setdefault(realpath(file), file)
+    others = [file for file in files if find_suffix(file) in READERS]
     if pages and others:
-        found = f"the folder mixes pages and other data: {pages[0].name}, {others[0].name}"
+        found = f"the folder mixes pages and other data: {next(iter(pages.values())).name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
-    return pages
+    return list(pages.values())
 
 
 def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
@@ -389,18 +391,16 @@ def list_columns(row: Row) -> dict[str, Any]:
 
 
 def read_page(path: Path, label: str) -> Document | Problem:
-    """Read an HTML file; its encoding is detected. Return a problem if it is too large.
+    """Read an HTML file; return a problem if it is too large.
 
     Raises:
         OSError: The file cannot be read.
     """
-    from trafilatura.utils import decode_file
-
     with path.open("rb") as file:
         data = file.read(MAX_PAGE_BYTES + 1)
     if len(data) > MAX_PAGE_BYTES:
         return Problem(label, f"is longer than {MAX_PAGE_BYTES:,} bytes")
-    return Document(text=decode_file(data), id=label, metadata={HTML: True})
+    return Document(text=decode_page(data), id=label, metadata={HTML: True})
 
 
 def interleave_rows(source: Source) -> Iterator[Entry]:

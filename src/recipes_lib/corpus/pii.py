@@ -97,7 +97,7 @@ def _is_public_ip(text: str) -> bool:
 def _is_phone(text: str) -> bool:
     digits = re.sub(r"\D", "", text)
     if text.startswith("+"):
-        return 8 <= len(digits) <= 15  # ITU-T E.164
+        return 8 <= len(digits) <= 15 and not re.fullmatch(r"\+\d{4,}\.\d+", text)  # ITU-T E.164; a decimal number
     return digits[0] in "23456789" and digits[3] in "23456789"  # North America: area and exchange
 
 
@@ -110,7 +110,8 @@ def _is_ssn(text: str) -> bool:
 # Addresses can have letters of any script (RFC 6531). Latin, Greek and Cyrillic ones are matched; in scripts without
 # spaces, it is not known where an address begins.
 _LETTERS: Final = "A-Za-z\u00c0-\u024f\u0370-\u052f"
-_LOCAL: Final = rf"{_LETTERS}0-9.!#$%&'*+/=?^_`{{|}}~-"
+# Not the other characters of RFC 5322: in code, Markdown and URLs, they stand before an address or a decorator.
+_LOCAL: Final = rf"{_LETTERS}0-9.%+_-"
 # Only ASCII letters and digits around a finding make it part of a longer word: in Chinese, Japanese and Korean, words
 # follow an address or number without a space.
 PATTERNS: Final = (
@@ -154,7 +155,7 @@ PATTERNS: Final = (
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(
         "phone",
-        re.compile(r"\+(?<!(?a:\w)\+)\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
+        re.compile(r"\+(?<!(?a:\w)\+)[1-9]\d{0,2}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
         _whole(_is_phone),
         ("+",),
     ),

@@ -36,6 +36,28 @@ _CODECS: Final = {"br": "brotli", "zstd": "zstd"}
 _ERROR: Final = re.compile(r"\S+ [345]\d\d")
 """Status line, after ``HTTP/``, of a redirect or error."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
+_PAGE_CHARSET: Final = re.compile(
+    r"<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)=[\s\"']*(?!utf)([\w.:-]+)", re.IGNORECASE
+)
+"""Charset that a page states itself; not UTF-8, which is tried first, nor UTF-16, in which this could not be read."""
+_PAGE_HEAD: Final = 1 << 12
+"""Bytes of a page that are searched for its charset; browsers search at least 1,024."""
+_BROWSER_CODECS: Final = {
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "x-gbk": "gb18030",
+    "shift_jis": "cp932",
+    "x-sjis": "cp932",
+    "windows-31j": "cp932",
+    "euc_jp": "euc_jis_2004",
+    "euc_kr": "cp949",
+    "windows-949": "cp949",
+}
+"""Charset or Python's codec -> codec of the superset that browsers read under this name (WHATWG Encoding Standard)."""
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
@@ -200,7 +222,7 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
     metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
-    yield Document(text=_decode(content, sent or ""), id=name.strip("<>"), metadata=metadata)
+    yield Document(text=decode_page(content, sent or ""), id=name.strip("<>"), metadata=metadata)
 
 
 def _read_body(record: Any) -> bytes:
@@ -224,16 +246,15 @@ def _read_body(record: Any) -> bytes:
     return content
 
 
-def _decode(content: bytes, content_type: str) -> str:
-    """Return the text of a page: as UTF-8 if it is valid, else in the charset of the HTTP header, else as detected."""
+def decode_page(content: bytes, content_type: str = "") -> str:
+    """Return the text of a page: as UTF-8 if valid, else by the charset of the HTTP header or page, else detected."""
     from trafilatura.utils import decode_file, handle_compressed_file
 
     content = handle_compressed_file(content)
-    declared = _CHARSET.search(content_type)
+    declared = _CHARSET.findall(content_type) + _PAGE_CHARSET.findall(content[:_PAGE_HEAD].decode("latin-1"))
     # UTF-8 first: servers declare a default for such pages, in which few bytes are invalid.
-    for name in ("utf-8", declared[1] if declared else ""):
+    for name in ("utf-8", *declared):
         with suppress(LookupError, UnicodeError):
-            codec = codecs.lookup(name).name
-            # Browsers read Latin-1 as its superset (WHATWG Encoding Standard).
-            return content.decode("cp1252" if codec == "iso8859-1" else codec)
+            codec = codecs.lookup(_BROWSER_CODECS.get(name.lower(), name)).name
+            return content.decode(_BROWSER_CODECS.get(codec, codec))
     return str(decode_file(content))

@@ -259,7 +259,7 @@ def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: s
         return _find_splits(base, name)
     listed = patterns if isinstance(patterns, list) else [patterns]
     entries = [part if isinstance(part, dict) else {"split": "train", "path": part} for part in listed]
-    files = {file.relative_to(base).as_posix(): file for file in _list_files(base, name)}
+    files = {file.relative_to(base).as_posix(): file for file in _list_data(base, name)}
     splits: dict[str, list[Path]] = {str(entry.get("split")): [] for entry in entries}
     for entry in entries:
         paths = entry.get("path") if str(entry.get("split")) == split else []
@@ -276,7 +276,20 @@ def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: s
     return splits
 
 
-def _list_files(folder: Path, name: str) -> list[Path]:
+def _list_data(folder: Path, name: str) -> list[Path]:
+    return [file for file in list_files(folder, name) if find_suffix(file) in READERS]
+
+
+def list_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a folder and its subfolders, sorted, without hidden and ignored ones and pipes.
+
+    Args:
+        folder: The folder.
+        name: The folder, as configured.
+
+    Raises:
+        DataError: The folder or one of its subfolders cannot be read.
+    """
     try:
         return sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
     except OSError as error:
@@ -284,7 +297,7 @@ def _list_files(folder: Path, name: str) -> list[Path]:
 
 
 def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
-    files = _list_files(folder, name)
+    files = _list_data(folder, name)
     if not files:
         raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
     matches = (_SNAPSHOT.match(file.relative_to(folder.parent).as_posix()) for file in files)
@@ -307,7 +320,7 @@ def _refuse_mixed_kinds(files: Iterable[Path], folder: Path, name: str) -> None:
 
 
 def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the data files of a folder and its subfolders; symbolic links to a parent are not followed."""
+    """Yield the files of a folder and its subfolders; symbolic links to a parent are not followed."""
     above |= {realpath(folder)}
     for path in folder.iterdir():
         if path.name.startswith((".", "__")) or path.name in IGNORED_NAMES:
@@ -315,7 +328,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
         if path.is_dir():
             if realpath(path) not in above:
                 yield from _enumerate_files(path, above)
-        elif find_suffix(path) in READERS and not path.is_fifo():
+        elif not path.is_fifo():
             yield path
 
 
