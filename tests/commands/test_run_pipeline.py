@@ -240,6 +240,12 @@ def test_plan_hours_and_cost_follow_flops(tmp_path: Path, recipes) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_plan_names_the_stages_that_do_not_fit(tmp_path: Path, recipes) -> None:
+    assert "does not fit" not in recipes("run", write_pipeline(tmp_path), "--plan", "--gpu", "H100")
+    large = write_pipeline(tmp_path, per_device_train_batch_size=10**7)
+    assert "does not fit H100: sft: " in recipes("run", large, "--plan", "--gpu", "H100")
+
+
 def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, recipes) -> None:
     """The cost equals that of `recipes plan` for the recipe alone."""
     (tmp_path / "rows.jsonl").touch()

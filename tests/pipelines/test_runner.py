@@ -89,13 +89,14 @@ def project(tmp_path: Path) -> Project:
     return Project(folder)
 
 
-@pytest.mark.parametrize("changed", ["b.yaml", "one.jsonl", "rows/train/two.jsonl"])
+@pytest.mark.parametrize("changed", ["b.yaml", "one.jsonl", "rows/train/two.jsonl", "template.jinja"])
 def test_finished_stages_are_skipped_and_changed_ones_rerun_with_dependents(project: Project, changed: str) -> None:
     (project.folder / "rows" / "train").mkdir(parents=True)
-    for name in ("one.jsonl", "rows/train/two.jsonl"):
+    for name in ("one.jsonl", "rows/train/two.jsonl", "template.jinja"):
         (project.folder / name).write_text("{}")
     mixture = [str(project.folder / "one.jsonl"), {"name": str(project.folder / "rows")}]
-    (project.folder / "b.yaml").write_text(json.dumps({"dataset_mixture": mixture}))
+    keys = {"dataset_mixture": mixture, "chat_template_path": str(project.folder / "template.jinja")}
+    (project.folder / "b.yaml").write_text(json.dumps(keys))
     assert project.go() == project.go() == 0
     assert project.log == ["a", "b", "c"]
     assert project.messages[-3:] == [f"{n} of 3, {name}: already done" for n, name in enumerate("abc", 1)]

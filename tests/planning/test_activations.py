@@ -95,6 +95,19 @@ SHAPES = [(64, 256, 4, 4, 2, 32), (128, 192, 4, 2, 1, 48), (96, 160, 6, 1, 3, 16
 """Width, MLP, heads, key-value heads, rows and length."""
 
 
+def test_long_rows_are_counted_by_as_many_operations_as_short_ones() -> None:
+    """Chunks of the logits of a million tokens would take minutes."""
+
+    def count(length: int) -> int:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1))
+            add_loss_head(model)
+        with on_fakes(model, is_half=True):
+            return count_activations(model, 1, length, length - 1).num_operations
+
+    assert count(1 << 20) == count(64)
+
+
 def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool = False) -> LayerBytes:
     """Return bytes of the second layer of a Llama; the first one also holds rotary tables."""
     hidden, inner, heads, groups, rows, length = shape

@@ -320,4 +320,6 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
     remedy = "set max_steps and max_length, or plan one stage alone by `recipes plan --num_rows`"
     note = [f"without the time of {', '.join(unknown)}: {remedy}"] if unknown else []
+    if large := [name for name, plan in plans.items() if not plan.fits]:
+        note += [f"does not fit {gpu}: {', '.join(large)}: `recipes plan --gpus` searches for what does"]
     return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *note]

@@ -51,9 +51,10 @@ from recipes_lib.shipped import find_shipped
 STATE_FILE: Final = "pipeline.json"
 _DATA_KEYS: Final = (
     *("dataset_name", "dataset_mixture", "dataset_test_split", "eval_datasets", "replay_dataset"),
-    *("sources", "benchmarks"),
+    *("sources", "benchmarks", "toxic_words"),
+    *("chat_template_path", "include_path", "eval_tasks_include_path", "method", "judge_prompt", "refusals_path"),
 )
-"""Keys of training and corpora whose values name datasets."""
+"""Keys of recipes whose values name datasets, or small files of text; not models, which are large."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""

@@ -447,11 +447,12 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
 
 
 class StagePlan(NamedTuple):
-    """Estimate for a stage: number of GPUs, peak bytes of GPU memory on each, hours; ``None`` where unknown."""
+    """Estimate for a stage: GPUs, peak bytes of memory on each, hours (``None``: unknown), and whether it fits them."""
 
     num_gpus: int
     memory: int | None = None
     hours: float | None = None
+    fits: bool = True
 
 
 def plan_stage(
@@ -497,4 +498,4 @@ def plan_stage(
     elif num_steps > 0:
         one, schedule = plan_search.plan_iteration(config, model_config, layout, device, mfu)
         hours = one.seconds * schedule.num_iterations / 3600
-    return StagePlan(gpus, plan.peak, hours)
+    return StagePlan(gpus, plan.peak, hours, plan.fits(device.memory))

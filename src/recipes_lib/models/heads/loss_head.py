@@ -341,6 +341,7 @@ def _compute_logps(
     attention_mask: Tensor | None = None,
     with_statistics: bool = False,
     temperature: float = 1.0,
+    chunk_size: int | None = None,
     **inputs: Any,
 ) -> TokenLogps:
     if attention_mask is not None:
@@ -348,7 +349,7 @@ def _compute_logps(
     hidden, aux_loss = _run_backbone(model, inputs)
     # (B, L, D) to (N, D): only the predictors are projected to the vocabulary.
     chosen = hidden.flatten(0, 1).index_select(0, predictors)
-    options = {"with_statistics": with_statistics, "temperature": temperature}
+    options: Any = {"with_statistics": with_statistics, "temperature": temperature, "chunk_size": chunk_size}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
     return scored._replace(aux_loss=aux_loss)
 
