@@ -11,15 +11,17 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from tests.publish.hub_server import Fault, Refusal, open_hub
 from tests.tiny import build_tokenizer
+from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.sources.hub_datasets import load_hub
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import UserError
+from recipes_lib.evaluation.engines import _load_complete
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.models.adapters.saved import find_base
-from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.models.loading import explained, load_causal_lm, load_model_config, load_tokenizer
 
 MODEL = ModelConfig(model_name_or_path="nobody/nothing")
 
@@ -131,7 +133,13 @@ def model(hub, tiny_model_dir):
     return hub.repositories[str(MODEL.model_name_or_path)].branches["main"][-1].files
 
 
-def test_refused_weights_are_not_missing_ones(hub, model, monkeypatch):
+def load_for_evaluation():
+    with explained("model_name_or_path", str(MODEL.model_name_or_path)):
+        _load_complete(AutoModelForCausalLM, str(MODEL.model_name_or_path))
+
+
+@pytest.mark.parametrize("load", [lambda: load_causal_lm(MODEL, "sdpa"), load_for_evaluation])
+def test_refused_weights_are_not_missing_ones(hub, model, load, monkeypatch):
     send = hub._file
 
     def refuse(path, body):
@@ -141,7 +149,7 @@ def test_refused_weights_are_not_missing_ones(hub, model, monkeypatch):
 
     monkeypatch.setattr(hub, "_file", refuse)
     with pytest.raises(UserError, match="nobody/nothing: the Hub answers 429"):
-        load_causal_lm(MODEL, "sdpa")
+        load()
 
 
 def test_refused_configuration_of_adapter_is_not_a_missing_one(hub, model):

@@ -125,6 +125,16 @@ def test_generation_config_is_exported(tiny_tokenizer_dir, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
 
 
+def test_sentencepiece_model_is_exported(tiny_tokenizer_dir, tmp_path):
+    """Without it, llama.cpp converts no Gemma; checkpoints do not have it."""
+    checkpoint = write_model_checkpoint(tmp_path / "run" / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    record = {"stage": "sft", "config": {"model_name_or_path": str(tmp_path)}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    export_checkpoint(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"pieces"
+
+
 CHANGED = {
     "other": ({"num_hidden_layers": 1}, r"layers\.1"),
     "larger": ({"vocab_size": 4096}, "its weights and its config.json differ: "),

@@ -16,7 +16,7 @@ from tests.training.configurations import build_recipe
 from tests.training.trajectories import make_packs, make_trainer
 from transformers.core_model_loading import PrefixChange
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as finishing
 from recipes_lib.publish.final_model import UNVERIFIED, copy_sentencepiece, export_model, finish_run, recipe
@@ -157,8 +157,8 @@ def test_sentencepiece_model_of_hub_is_copied_from_cache(tmp_path, monkeypatch, 
     for path, text in (("refs/main", "c" * 40), (f"snapshots/{'c' * 40}/tokenizer.model", "pieces")):
         (repository / path).parent.mkdir(parents=True)
         (repository / path).write_text(text)
-    copy_sentencepiece(ModelConfig(**keys), tmp_path)
-    copy_sentencepiece(ModelConfig(model_name_or_path=str(tmp_path)), tmp_path)
+    copy_sentencepiece(keys, tmp_path)
+    copy_sentencepiece({"model_name_or_path": str(tmp_path)}, tmp_path)
     assert (tmp_path / "tokenizer.model").exists() == copied
 
 

@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem, reported_at
+from recipes_lib.errors import ConfigError, DataError, Problem, reported_at
 from recipes_lib.files import atomic_folder, find_record, read_lines, read_record, read_text, staging_folder
 from recipes_lib.models.model_files import TEMPLATES
 
@@ -74,6 +75,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
 
     Source: ``tests/commands/test_export.py``, ``tests/distributed/test_sharded.py``.
     """
+    from recipes_lib.publish.final_model import copy_sentencepiece
     from recipes_lib.training.checkpoints.manifest import find_damage
 
     with atomic_folder(output) as staging:
@@ -85,6 +87,10 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
                 copy = staging / file.relative_to(checkpoint)
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)  # Without the mode, which file systems such as FAT refuse.
+        with suppress(DataError):  # Without a record of the run, or with a damaged one.
+            copy_sentencepiece(
+                read_record(checkpoint.resolve().parent / "run.json", {"config": dict})["config"], staging
+            )
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 
@@ -253,7 +259,7 @@ def main_merge(argv: Sequence[str]) -> None:
         sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
         refuse_another_model(record)
         (model / MERGE_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        copy_sentencepiece(base, model)
+        copy_sentencepiece(dataclasses.asdict(base), model)
         write_merge_card(model, options.output.resolve().name, record)
     sys.stdout.write(f"written to {options.output}\n")
 
@@ -356,6 +362,7 @@ def main_student(argv: Sequence[str]) -> None:
     options = CommandParser("student").parse_args(argv)
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
     from recipes_lib.models.structure import map_layers, prune_layers, verify_copy
+    from recipes_lib.publish.final_model import copy_sentencepiece
 
     teacher = ModelConfig(model_name_or_path=options.teacher, model_revision=options.revision, dtype="auto")
     with reported_at("--teacher"):
@@ -373,6 +380,7 @@ def main_student(argv: Sequence[str]) -> None:
         model.config.use_cache = True
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
+        copy_sentencepiece(dataclasses.asdict(teacher), student)
         again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")
         verify_copy(again, model, options.output)
         record = {"teacher": options.teacher, "teacher_revision": options.revision, "layers": layers, "of": count}

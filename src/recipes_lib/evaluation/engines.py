@@ -41,7 +41,8 @@ from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import suppress_peft_warnings
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.inference import temporarily
-from recipes_lib.models.loading import explained, load_model_config, without_report
+from recipes_lib.models.loading import download, explained, load_model_config, without_report
+from recipes_lib.models.model_files import INDEX, WEIGHTS
 from recipes_lib.processes import read_world_size
 
 _CPU_BATCH: Final = 8
@@ -346,6 +347,7 @@ def _load_complete(auto_class: Any, name: str, **options: Any) -> Any:
         ConfigError: The checkpoint lacks weights of the model.
         OSError: Its weights are no safetensors.
     """
+    download(name, options.get("revision"), WEIGHTS, INDEX)
     with without_report():
         model, info = auto_class.from_pretrained(name, **options, use_safetensors=True, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, list_first
 from recipes_lib.files import find_record, inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
@@ -141,19 +141,22 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             # Deleted during training; it is written again when the run ends, and then the card (``finish_run``).
             (folder / "README.md").unlink(missing_ok=True)
             return
-        names = ("model_name_or_path", "model_revision", "tokenizer_name_or_path", "tokenizer_revision")
-        copy_sentencepiece(ModelConfig(**{name: record["config"].get(name) for name in names}), folder)
+        copy_sentencepiece(record["config"], folder)
         write_card(folder, record, read_run(folder).find_figures())
 
 
-def copy_sentencepiece(config: ModelConfig, folder: Path) -> None:
+def copy_sentencepiece(keys: Mapping[str, Any], folder: Path) -> None:
     """Copy the SentencePiece model of a loaded tokenizer, if it has one, to the folder of a saved model.
 
     transformers 5 does not save it, and llama.cpp converts no Gemma or Phi-3 without it.
+
+    Args:
+        keys: Names and revisions of model and tokenizer by their keys; others are ignored.
+        folder: Folder of the saved model.
     """
-    own = config.tokenizer_name_or_path
-    name = own or str(config.model_name_or_path)
-    revision = config.tokenizer_revision or (None if own else config.model_revision)
+    own = keys.get("tokenizer_name_or_path")
+    name = str(own or keys.get("model_name_or_path"))
+    revision = str(keys.get("tokenizer_revision") or (None if own else keys.get("model_revision")) or "main")
     # Of a folder that was deleted during the run, and of a run over its own start model.
     with suppress(HFValidationError, shutil.SameFileError):
         is_local = Path(name).is_dir()

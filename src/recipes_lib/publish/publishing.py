@@ -149,8 +149,8 @@ class Publication:
         """Return whether the Hub has every file, also with other records, which users may edit there."""
         files = collect_files(contents, self._folder)
         # Checkpoints are compared with their tag, since the branch has moved on; a model with the branch as well.
-        revisions = {contents.tag, self._target.branch if contents.name == MODEL else contents.tag}
-        for revision in revisions - {None}:
+        revisions = [contents.tag, self._target.branch] if contents.name == MODEL else [contents.tag]
+        for revision in filter(None, revisions):
             try:
                 tree = self._list_files(revision)
             except (RepositoryNotFoundError, RevisionNotFoundError):
@@ -159,6 +159,11 @@ class Publication:
                 is_editable = path in (*RECORDS, CHART)
                 if path not in tree or not (is_editable or _is_same(tree[path], file, contents.find_hash(path, file))):
                     return False
+            card = files.get("README.md")
+            if revision == self._target.branch and card and not _is_same(tree["README.md"], card, None):
+                self._say(
+                    "the card on the Hub differs, and is kept: delete its README.md to publish the one of the run"
+                )
         return True
 
     def _list_files(self, revision: str | None) -> dict[str, RepoFile]:

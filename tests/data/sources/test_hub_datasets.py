@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -181,6 +182,7 @@ def test_unknown_hub_dataset_offline_has_remedy() -> None:
         (RuntimeError("Dataset scripts are no longer supported, but found b.py"), "refs/convert/parquet"),
         (ConnectionError("Couldn't reach 'a/b' on the Hub (OfflineModeIsEnabled)"), "go online"),
         (datasets.exceptions.DatasetGenerationError("An error occurred"), "spelling"),
+        (OSError(errno.EROFS, "Read-only file system", "/cache/a.lock"), "mount options"),
         (HfHubHTTPError("refused", response=MagicMock(status_code=429)), "wait some minutes"),
     ],
 )

@@ -13,7 +13,7 @@ from recipes_lib.data.sources.local_files import FileSource
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
-from recipes_lib.errors import DataError, Problem, ReadFailedError, iterate_causes
+from recipes_lib.errors import DataError, Problem, ReadFailedError, explain_refusal, iterate_causes
 from recipes_lib.files import read_record
 
 _BATCH_ROWS: Final = 1000
@@ -176,6 +176,8 @@ def _describe_failure(name: str, error: Exception, otherwise: str) -> DataError:
     message, *causes = map(str, iterate_causes(error))
     message = message.replace(" (OfflineModeIsEnabled)", "")  # Possibly set by ``go_offline_unless_reachable``.
     remedy = next((remedy for words, remedy in _REMEDIES if any(word in message for word in words)), otherwise)
+    if exhausted := explain_refusal(error):  # Such as of a full or read-only disk.
+        remedy = exhausted.remedy
     if isinstance(error, ConnectionError):
         remedy = "go online, without HF_HUB_OFFLINE; pin a commit that is cached; or name a local file or folder"
     lines = [line.strip() for text in (message, *causes) for line in text.splitlines() if line.strip()]
