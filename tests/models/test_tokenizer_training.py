@@ -182,3 +182,12 @@ def test_usage_in_bytes_and_error_of_text_iterator(trained):
 
     with pytest.raises(KeyError, match="row 2"):
         train_tokenizer(broken(), vocab_size=300)
+
+
+def test_piece_longer_than_a_word_is_split_in_training_only() -> None:
+    """Training time is quadratic in the length of a piece, which base64 or a sequence of DNA makes a megabyte."""
+    tokenizer = train_tokenizer([f"{'a' * 999}xy{'a' * 999} "] * 2, vocab_size=300)
+    assert not [token for token in tokenizer.get_vocab() if "xy" in token]
+    pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+    assert pre_tokenizer is not None
+    assert len(pre_tokenizer.pre_tokenize_str("a" * 3000)) == 1

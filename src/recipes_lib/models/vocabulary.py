@@ -34,6 +34,8 @@ CHATML_TEMPLATE: Final = (
 )
 """ChatML with ``generation`` blocks around assistant messages. The line break is an expression because Jinja removes a
 literal one after a block."""
+_MAX_PIECE: Final = 1000
+"""Characters of the longest piece that a tokenizer is trained on; longer ones, which are no words, are split."""
 PIECES: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -106,13 +108,11 @@ def train_tokenizer(
     """
     specials = list(dict.fromkeys([eos_token, pad_token, *special_tokens]))
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            # Maps bytes to printable characters only: its own pattern is that of GPT-2, replaced by the Split above.
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    # Maps bytes to printable characters only: its own pattern is that of GPT-2, replaced by the Split above.
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # While training, whose time is quadratic in the length of a piece: hours for a megabyte of base64.
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.FixedLength(_MAX_PIECE), to_bytes])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -123,6 +123,7 @@ def train_tokenizer(
         show_progress=show_progress,
     )
     bpe.train_from_iterator(_split_at(texts, specials), trainer)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_bytes])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         eos_token=eos_token,

@@ -523,7 +523,7 @@ def _explain_differences(
         ]
     remedy = "choose another output_dir, or run the command it was started with"
     if config.recipe == "pretrain" and set(differing) <= EXTENDABLE:
-        remedy = "no checkpoint is left from before the learning rates differ; " + remedy
+        remedy = "no checkpoint is left from before the learning rates, or the rows of a stream, differ; " + remedy
     return [
         Problem(
             where, f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}", remedy

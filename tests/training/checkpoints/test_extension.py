@@ -56,6 +56,12 @@ def test_other_key_or_recipe_is_not_an_extension(build) -> None:
     assert find(replace(build(max_steps=15, **WSD), recipe="sft"), then) is None
 
 
+def test_stream_is_not_extended(build) -> None:
+    """A longer run permutes the rows of a longer part of the stream: none of its steps has the same rows."""
+    keys = {"lr_scheduler_type": "constant", "dataset_streaming": True}
+    assert find(build(max_steps=15, **keys), build(max_steps=10, **keys)) is None
+
+
 def test_length_in_epochs_is_not_extended(build) -> None:
     assert find(build(max_steps=15, **WSD), build(max_steps=-1, **WSD)) is None
     assert find(build(max_steps=-1, **WSD), build(max_steps=10, **WSD)) is None

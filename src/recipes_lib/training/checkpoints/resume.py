@@ -261,14 +261,15 @@ def find_common_checkpoint(
 
     Returns:
         The checkpoint; ``None`` if a key outside ``EXTENDABLE`` differs, the recipe is not ``pretrain``, a length is in
-        epochs, or no such checkpoint exists.
+        epochs, the data are a stream, whose rows are permuted over the part that a run of this length reads, or no such
+        checkpoint exists.
 
     Raises:
         ConfigError: As ``plan_pretraining``.
 
     Source: ``tests/training/checkpoints/test_extension.py``.
     """
-    if config.recipe != "pretrain" or not set(differing) <= EXTENDABLE:
+    if config.recipe != "pretrain" or config.data.dataset_streaming or not set(differing) <= EXTENDABLE:
         return None
     runs = (config, _restore(config, before, differing))
     if any(count_run_tokens(run, world_size) is None for run in runs):  # A length in epochs needs the data.
