@@ -448,6 +448,11 @@ def test_equal_rewards_have_no_advantage_whatever_their_size(scale):
     assert got[36:].abs().max() > 1e-4
 
 
+def test_normalised_advantages_of_equal_rewards_are_zero():
+    flat = torch.tensor([1000.1] * 8 + [733.3] * 8)
+    assert compute_leave_one_out_advantages(flat, 8, normalize=True).abs().max() == 0
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_leave_one_out_advantages_match_trl_rloo(monkeypatch, policy_dir, tmp_path, normalize):
     keys = {"normalize_advantages": normalize}

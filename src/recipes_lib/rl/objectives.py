@@ -154,8 +154,11 @@ def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: 
     """
     grouped = rewards.view(-1, group)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
-    # (groups, group) -> (B,). Without other scored answers this is 0 / 0: NaN, set to 0 at the end.
-    advantages = rewards - ((grouped.nansum(dim=1, keepdim=True) - grouped) / others).flatten()
+    # Without other scored answers this is 0 / 0: NaN, set to 0 at the end.
+    advantages = grouped - (grouped.nansum(dim=1, keepdim=True) - grouped) / others
+    # As in GRPO; NaN remains, so that the normalisation leaves it out. (groups, group) -> (B,).
+    is_rounding = find_flat_groups(grouped)[:, None] & ~advantages.isnan()
+    advantages = advantages.masked_fill(is_rounding, 0.0).flatten()
     if normalize:
         advantages = (advantages - advantages.nanmean()) / (_compute_deviation(advantages[None])[0] + GROUP_EPSILON)
     return advantages.nan_to_num(nan=0.0)
