@@ -127,7 +127,7 @@ def _format_value(value: Any) -> str:
 
 
 def _simplify(value: Any) -> Any:
-    """Return an enum, NumPy value, set, mapping, function or path as a value that JSON supports."""
+    """Return an enum, NumPy value, set, mapping, function, dtype or path as a value that JSON supports."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -138,7 +138,8 @@ def _simplify(value: Any) -> Any:
         return value.tolist()
     if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
         return f"{value.__module__}:{value.__qualname__}"
-    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+    own = "torch." if type(value).__module__ == "torch" else ""  # Of a dtype.
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value).removeprefix(own)
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(_describe_unknown(name))
         return EXIT_USER
-    return run_command(lambda: _run(COMMANDS[name], _spell_flags(_name_leading(rest) if name in TAKE_RECIPE else rest)))
+    return run_command(lambda: _run(COMMANDS[name], spell_flags(_name_leading(rest) if name in TAKE_RECIPE else rest)))
 
 
 def _describe_unknown(name: str) -> str:
@@ -141,7 +141,7 @@ def _name_leading(arguments: Sequence[str]) -> list[str]:
     return [*recipe, *file, *rest[len(file) :]]
 
 
-def _spell_flags(arguments: Sequence[str]) -> list[str]:
+def spell_flags(arguments: Sequence[str]) -> list[str]:
     """Return arguments with flags in one spelling: ``--dry-run`` is ``--dry_run``, as for keys of recipes.
 
     Raises:

@@ -141,6 +141,16 @@ def test_check_validates_launch_files_commands_and_programs(tmp_path: Path, reci
     error = recipes("run", path, "--check", code=2)
     assert "base: run: there is no program 'no-such-program'" in error
     assert "lora: --load_in_8bit" in error
+    flags = {"one": "merge ${base.output} merged", "two": "merge --adaptr x --output y", "three": "export --dtype a"}
+    flags = {name: {"command": words} for name, words in flags.items()}
+    right = {"command": "merge --adapter ${base.output}", "set": {"output": "${output_dir}/right", "max-kl": 0.1}}
+    path.write_text(json.dumps({"stages": {"base": {"run": "true"}, **flags, "right": right}}))
+    error = recipes("run", path, "--check", code=2)
+    assert "error: the following arguments are required: --adapter, --output" in error
+    assert "one: recipes merge: refuses its flags" in error
+    assert "two: --adaptr: is unknown" in error
+    assert "three: recipes export: refuses" in error
+    assert "right: " not in error
     path.write_text("stages: {a: {command: sample-pair}}")
     assert "did you mean sample-pairs?" in recipes("run", path, code=2)
 
@@ -294,7 +304,7 @@ def test_configurations_and_models_that_commands_will_write_are_unknown(recipes,
     stages, sft = document["stages"], document["stages"]["sft"]
     stages["keys"] = {"run": "true", "output": "${output_dir}/sft.yaml"}
     stages["written"] = {"recipe": "sft", "config": "${keys.output}"}
-    stages["merged"] = {"command": "merge --adapter ${sft.output}"}
+    stages["merged"] = {"command": "merge --adapter ${sft.output} --output ${output_dir}/merged"}
     for start in ("merged", "scores", "written", "of-scores"):
         stages[f"of-{start}"] = {**sft, "set": {**sft["set"], "model_name_or_path": f"${{{start}.output}}"}}
     path.write_text(json.dumps(document))

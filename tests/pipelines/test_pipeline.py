@@ -152,8 +152,8 @@ def test_values_are_passed_as_yaml(tmp_path: Path) -> None:
     pipeline = read(tmp_path, text)
     assert pipeline.stages[0].argv[:4] == ["--dataset_config", "2024-01-31", "--seed", "1"]
     assert pipeline.environment == {"DAY": "2024-01-31", "N": "1"}
-    (stage,) = read(tmp_path, "stages: {a: {run: [x, true, null, 1, 2024-01-31]}}").stages
-    assert stage.words == ["x", "true", "null", "1", "2024-01-31"]
+    (stage,) = read(tmp_path, "stages: {a: {run: [x, true, null, -1, 2024-01-31, 2024_01_31, 010, 12:30:00]}}").stages
+    assert stage.words == ["x", "true", "null", "-1", "2024-01-31", "2024_01_31", "010", "12:30:00"]
     (stage,) = read(tmp_path, "stages: {a: {recipe: sft, set: {seed: 1e-5, a: {b: [1e-5, 1.5e3, 1e, e5]}}}}").stages
     assert stage.argv[1:4] == ["1e-5", "--a", '{"b": [1e-5, 1.5e3, "1e", "e5"]}']
 

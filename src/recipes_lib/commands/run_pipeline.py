@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from recipes_lib.cli import COMMANDS
+from recipes_lib.cli import COMMANDS, spell_flags
 from recipes_lib.commands.job import CLUSTERS, submit_stages
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags
 from recipes_lib.config.corpus_keys import CorpusConfig
@@ -170,7 +170,7 @@ def _describe_stage(folder: Path, stage: Stage, entry: Mapping[str, Any]) -> tup
 
 
 def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> None:
-    """Check keys and launch file of every stage, with placeholders for the outputs of earlier stages.
+    """Check keys, launch file and flags of every stage, with placeholders for the outputs of earlier stages.
 
     A configuration that an earlier stage will write is not checked.
 
@@ -198,6 +198,9 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
             elif stage.recipe and stage.has_given_config:
                 with _naming_problems(real.name, problems):
                     _load(stage)
+            elif stage.command in FLAGS:
+                with _naming_problems(real.name, problems):
+                    _parse_flags(stage)
             # A program below the outputs is built by an earlier stage.
             elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words)):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
@@ -265,6 +268,21 @@ def _load(stage: Stage) -> None:
 
         file = find_launch_file(stage.launch)
         verify_combination(config, plan_launch(file), str(file))
+
+
+def _parse_flags(stage: Stage) -> None:
+    """Parse the flags of a command; keys of a recipe, and flags that ``flags.yaml`` does not have, are not verified.
+
+    Raises:
+        ConfigError: A flag is misspelt, invalid or missing.
+    """
+    given = stage.words[stage.words.index(stage.command) + 1 :]
+    try:
+        CommandParser(stage.command).parse_known_args(spell_flags(given))
+    except SystemExit as ended:  # argparse has printed the reason.
+        if ended.code:
+            remedy = f"`recipes {stage.command} --help` lists its flags"
+            raise ConfigError(Problem(f"recipes {stage.command}", "refuses its flags, as above", remedy)) from ended
 
 
 def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | None) -> list[str]:

@@ -101,8 +101,8 @@ def read_yaml(path: Path) -> Any:
     if problems:
         raise ConfigError(*problems)
     try:
-        return yaml.safe_load(text)
-    except ValueError as error:  # A date that does not exist, or an integer above Python's limit of 4,300 digits.
+        return yaml.load(text, _PlainLoader)
+    except ValueError as error:  # A date that does not exist.
         raise ConfigError(Problem(str(path), f"is not plain YAML: {error}", "quote the value")) from error
 
 
@@ -224,6 +224,16 @@ class _Loader(yaml.SafeLoader):
                 found, remedy = "an escape is an unpaired surrogate", "write the character itself"
                 raise ConfigError(Problem(where, found, remedy)) from error
         return node
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Loader with the integers of YAML 1.2: ``010``, ``12:30:00`` and ``2024_01_31`` are texts."""
+
+
+_PlainLoader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda _, node: int(node.value) if _INTEGER.fullmatch(node.value) else node.value,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
     (runs[0] / "run.json").write_text(json.dumps({"status": "done", "stage": "sft"}))
     events = [
         {"kind": "train", "step": 4, "loss": "nan", "num_tokens": 9},
-        {"kind": "eval", "step": 4, "eval_loss": "inf"},
+        {"kind": "eval", "step": 4, "eval_loss": 1e300},
     ]
     write_rows(runs[1] / "metrics.jsonl", events)
     events = [{"kind": "train", "step": 4, "loss": 2.0, "num_tokens": "nan"}]

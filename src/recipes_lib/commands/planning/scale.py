@@ -27,7 +27,7 @@ from recipes_lib.planning import compute, scaling
 from recipes_lib.planning.devices import TORCHTITAN, Kind, choose_device
 from recipes_lib.planning.scaling import FEWEST, Fit, Law, Run
 from recipes_lib.planning.schedule import count_run_tokens, plan_pretraining
-from recipes_lib.report.run_files import read_curve, read_number, read_run
+from recipes_lib.report.run_files import MAX_FINITE, read_curve, read_number, read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
 _WARMUP: Final = 0.05
@@ -88,7 +88,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     if loss is None:
         last = read_curve(run.train[-max(len(run.train) // 20, 1) :], "loss")
         loss = statistics.fmean([value for _, value in last] or [math.nan])
-    if not 0 < loss < math.inf:
+    if not 0 < loss < MAX_FINITE:
         found = "metrics.jsonl has no finite loss at the end of the run"
         raise DataError(Problem(str(folder), found, "train it again"))
     num_tokens = read_number(run.train[-1], "num_tokens") or 0.0
