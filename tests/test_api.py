@@ -6,7 +6,9 @@ import json
 import math
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -75,6 +77,20 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     assert np.array_equal(states[2], after[2])
     lock = run.path / "_lock"
     run_python(f"from recipes_lib.files import try_lock; assert try_lock(open({str(lock)!r}, 'a'), of_process=True)")
+
+
+def test_runs_of_two_threads_follow_each_other(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they would draw from one random state."""
+    both = threading.Barrier(2)
+
+    def main(_: object) -> None:
+        with pytest.raises(threading.BrokenBarrierError):
+            both.wait(timeout=1)
+
+    monkeypatch.setattr(recipes_lib.api, "_importing_recipe", lambda _: nullcontext(main))
+    monkeypatch.setattr(recipes_lib.api, "load_run", str)
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(lambda _: train("sft", keys), range(2)))) == 1
 
 
 def test_train_is_independent_of_working_directory_and_restores_progress_bars(keys, tmp_path, monkeypatch) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import runpy
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 _MAIN: Final = {"rloo": "grpo", "lora": "sft"}
 """Recipe -> the recipe whose script defines its main function."""
+_ONE_RUN: Final = threading.RLock()
+"""Held by the thread that trains or checks: random states and defaults of torch are of the process."""
 
 
 def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
@@ -60,11 +63,12 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
 
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
-    try:
-        with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
-            main(loaded)
-    finally:
-        release_output_dirs()
+    with _ONE_RUN:
+        try:
+            with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
+                main(loaded)
+        finally:
+            release_output_dirs()
     return load_run(output_dir)
 
 
@@ -85,7 +89,7 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
     from recipes_lib.commands.check import check as check_run
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
-    with _preserving_state():
+    with _ONE_RUN, _preserving_state():
         return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
 
 
