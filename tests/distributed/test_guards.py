@@ -97,6 +97,15 @@ def test_nan_loss_on_one_rank_stops_all_before_update(reports):
 
 
 @pytest.mark.multiprocess
+def test_first_step_of_three_ranks_is_reproduced(tiny_model_dir, tmp_path):
+    """DDP orders its buckets by the first backward pass, and sums over three ranks depend on the order."""
+    cells = {"sound": TWO | CHECKED | {"max_steps": 2, "guards": {"verify_steps": 1}}}
+    run_forked("tests.training.spiking", tiny_model_dir, tmp_path, json.dumps(cells), num_processes=3)
+    reports = json.loads((tmp_path / "reports.json").read_text())
+    assert [report["sound"]["end"] for report in reports] == [""] * 3
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("cell", "message"),
     [

@@ -170,11 +170,11 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
             ({"optim": "adamw_torch_8bit"}, FSDP),
         ],
     ),
-    (({"optim": "muon"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
+    (({"optim": "adafactor"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
     (
         ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
         [
-            ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="none")),
+            ({"optim": "adamw_8bit"}, launch("DEEPSPEED", offload_optimizer_device="none")),
             ({}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
         ],
     ),
@@ -197,6 +197,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ({"kl_to_base": 0.1}, ZERO),
         [({"kl_to_base": 0.1}, FSDP), ({"ewc_lambda": 1.0}, DDP), ({"kl_to_base": 0.0}, ZERO)],
     ),
+    (({"verify_steps": 8}, ZERO), [({"verify_steps": 8}, FSDP), ({}, ZERO)]),
     (
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],

@@ -142,6 +142,9 @@ class ReplayCheck:
     for bit. The repetition needs deterministic kernels: a CPU, or ``full_determinism``; otherwise only weights are
     compared.
 
+    Attributes:
+        is_first: Whether no step has been computed since training began or went back to a checkpoint.
+
     Source: ``tests/training/guards/test_replay_check.py``, ``tests/distributed/test_guards.py``.
     """
 
@@ -151,6 +154,7 @@ class ReplayCheck:
         self._every = every
         self._restore_random: Callable[[], None] | None = None
         self._is_logged = False
+        self.is_first = True
 
     def begin(self, step: int) -> None:
         """Compare the weights of all ranks if ``step``, from 1, is to be checked, and keep the random states.
@@ -180,15 +184,17 @@ class ReplayCheck:
         Raises:
             DivergedError: A loss or a gradient differs.
         """
+        is_first, self.is_first = self.is_first, False
         if self._restore_random is None:
             return
         named = self._trainer.model.named_parameters()
         trained = {name: parameter for name, parameter in named if parameter.grad is not None}
         gradients = {name: parameter.grad for name, parameter in trained.items()}
         restore = save_random_states()
-        # With fp16's loss scaler the gradients are already unscaled, so that the reference is computed again as well.
-        is_scaled = self._trainer.accelerator.scaler is not None
-        first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
+        # The reference is computed again as well where the loss scaler of fp16 has unscaled the gradients, and after
+        # the first backward pass: DDP orders its buckets by it, and with them the sums over three or more ranks.
+        is_other = is_first or self._trainer.accelerator.scaler is not None
+        first = self._replay(trained, inputs) if is_other else _read_figures(trained, inputs.losses)
         again = self._replay(trained, inputs)
         # Gathered, so that all ranks raise, and enter the further passes in ``_blame`` together.
         found = gather_objects([name for name in first if first[name] != again[name]])

@@ -186,7 +186,7 @@ class StepGuard(TrainerCallback):
         """Restore the windows from the checkpoint; save ``checkpoint-0`` as a first target of rollbacks."""
         stored: Any = state.stateful_callbacks
         self._monitor.restore(stored.get(STATE_KEY, {}))
-        self._num_skipped, self._is_in_spike = 0, False
+        self._num_skipped, self._is_in_spike, self._replay.is_first = 0, False, True
         # Resuming has truncated the metrics after the checkpoint, including the lines of these rollbacks.
         for rollback in self.rollbacks:
             if rollback.step > state.global_step:
