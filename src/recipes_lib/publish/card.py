@@ -429,7 +429,7 @@ def read_portable_adapter(folder: Path, record: Record) -> dict[str, Any] | None
     path = folder / ADAPTER_CONFIG
     settings = read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
     base = settings and settings["base_model_name_or_path"]
-    # On another machine, a relative path such as `runs/sft` would be the repository of a stranger.
+    # On another machine, a relative path such as `runs/sft` would be somebody else's repository.
     if settings and base and (_is_path(base) or not record.get("model_commit", base)):
         settings["base_model_name_or_path"] = _find_name(base)
     return settings
