@@ -256,7 +256,7 @@ class BrokenRows:
             name: Name of the dataset in the error.
         """
         if self.num_broken <= self._max_fraction * self.num_rows:
-            return self.fatal
+            return [*self.fatal]
         # Without the problems of an interrupted process, which are not known any more.
         problems = merge_alike(self._problems, self.num_rows)
         if self.are_dropped:
