@@ -103,7 +103,7 @@ def test_reward_model_scores_and_initialises_critic(run_here, tiny_model_dir, fo
 
 
 FAILING = """
-def compare(*, solution, **_):
+def compare(solution, **_):
     pass
 
 def build():
