@@ -238,7 +238,7 @@ class PretrainingConfig:
     cross_document_attention: bool = False
     """Let tokens attend to earlier documents in the row, as in GPT-2 and GPT-3."""
     text_documents: Literal["file", "paragraph", "line"] = "file"
-    """Unit of a document in text and Markdown files."""
+    """Unit of a document in text and Markdown files; a file above 16 MiB is split at line ends."""
     dataset_curriculum: list[dict[str, Any]] | None = field(default=None, metadata={"items": CurriculumPhase})
     """Mixture weights by phase: a list of ``{start_tokens, weights}``, with weights in the mixture's order."""
     max_tokens: int | None = None
