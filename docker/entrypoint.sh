@@ -1,6 +1,6 @@
 #!/bin/sh
 # `RECIPE --config F ...` trains; anything else is a command of `recipes`. LAUNCH names a file of
-# accelerate_configs/, and NUM_PROCESSES what stands there instead of the file's number.
+# accelerate_configs/, and NUM_PROCESSES replaces its number of processes.
 set -eu
 recipe=${1-}
 case "$recipe" in
@@ -9,7 +9,7 @@ case "$recipe" in
         recipe="/app/recipes/$recipe.py"
         if [ -f "$recipe" ]; then
             shift
-            # One process is started without a launcher, so that it hears `docker stop` itself and saves.
+            # One process is started without a launcher, so that it receives the signal of `docker stop` and saves.
             if [ -z "${LAUNCH-}" ]; then
                 exec python "$recipe" "$@"
             fi

@@ -164,7 +164,7 @@ class OutOfMemoryError(RuntimeError):
         (ValueError("DebugUnderflowOverflow: inf/nan detected, aborting"), "debug: a layer has infinite values or NaN"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
-        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_eval_batch_size"),
         (MemoryError(), "host memory: an allocation failed"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "host memory: [Errno 12] Cannot allocate memory"),
     ],

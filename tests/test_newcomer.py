@@ -28,11 +28,6 @@ from recipes_lib.errors import EXIT_DONE
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GPT2: Mapping[str, Any] = {
     "model_config": '{"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 128}',
-    "tokenizer_name_or_path": "tokenizer",
-    "tokenizer_revision": "null",
-    "dataset_revision": "null",
-    "dataset_config": "null",
-    "dataset_streaming": "false",
     "max_length": 128,
     "max_tokens": 1024,
     "per_device_train_batch_size": 4,

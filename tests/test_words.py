@@ -67,7 +67,7 @@ BANNED: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Banned paraphrase (a regular expression between word boundaries) -> (standard terms, a violating sentence)."""
 
-PREFIXES: Final = ("src/", "recipes/", "docs/", "README.md", "accelerate_configs/", "benchmarks/")
+PREFIXES: Final = ("src/", "recipes/", "docs/", "README.md", "accelerate_configs/", "benchmarks/", "docker/")
 SUFFIXES: Final = (".py", ".md", ".jinja", ".yaml", ".sh")
 GENERATED: Final = "docs/configs"
 """Generated pages, which quote the help texts of other libraries."""

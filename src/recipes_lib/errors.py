@@ -374,7 +374,8 @@ def explain_refusal(error: BaseException) -> Problem | None:
                 "lower dataloader_num_workers, or run fewer processes on this machine"
                 if is_host
                 else "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (same "
-                "result), set activation_checkpointing: true, or lower max_length"
+                "result), set activation_checkpointing: true, or lower max_length; in sampling and evaluation, lower "
+                "per_device_eval_batch_size"
             )
             return Problem(f"{'host' if is_host else 'device'} memory", lines[0] or "an allocation failed", remedy)
     return None

@@ -133,6 +133,12 @@ def read_common(recipe: str) -> list[str]:
     ]
 
 
+def read_helps() -> Mapping[str, str]:
+    """Return key -> help text in place of upstream's."""
+    helps: Mapping[str, str] = _read_recipes()["helps"]
+    return helps
+
+
 def read_notes() -> Mapping[str, str]:
     """Return key -> addition to upstream's help text."""
     notes: Mapping[str, str] = _read_recipes()["notes"]
@@ -179,6 +185,7 @@ def _build_table(recipe: str) -> dict[str, Any]:
     # A required key must not be null.
     for name in _REQUIRED[recipe]:
         keys[name]["schema"]["type"] = [kind for kind in keys[name]["schema"]["type"] if kind != "null"]
+        keys[name]["help"] = keys[name]["help"].split(" Unset: ")[0]
     return {"stage": recipe, "groups": groups, "required": list(_REQUIRED[recipe]), "keys": keys}
 
 
@@ -234,7 +241,8 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
         keys[name] = {
             "group": headings.get(name, "Model"),
             "schema": _describe_key(name, hints[name], None, allowed),
-            "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
+            "help": read_helps().get(name)
+            or " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
             **_choose_default(name, _read_default(field), recipe),
         }
         if added := read_added_choices(recipe).get(name):
@@ -404,6 +412,7 @@ def build_reference() -> dict[str, str]:
         about={group: about for recipe in RECIPE_NAMES for group, about in load_table(recipe).groups.items()},
         defaults=[key for key in shared.values() if key.reason],
         recipes={name: _name_recipes(name) for name in shared},
+        others={name: _name_other_defaults(key) for name, key in shared.items()},
         required={name for name in shared if all(name in load_table(recipe).required for recipe in _having(name))},
         linked={},
         refused=refused,
@@ -452,6 +461,7 @@ def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[t
         about=table.groups,
         defaults=[key for name, key in table.keys.items() if key.reason and not _has_shared_default(key, shared)],
         recipes={},
+        others={},
         required=set(table.required),
         linked=_group((key for name, key in table.keys.items() if name not in own), lambda key: key.group),
         refused=_group_refused({name: key for name, key in read_refused(recipe).items() if name not in named}),
@@ -476,6 +486,14 @@ def _name_recipes(name: str) -> str:
     if not missing:
         return "all"
     return ", ".join(having) if len(having) <= len(missing) else f"all but {', '.join(missing)}"
+
+
+def _name_other_defaults(shared: Key) -> str:
+    """Return the defaults of recipes that differ from a shared key's, as "; sft `2e-05`"."""
+    having = {recipe: load_table(recipe).keys[shared.name] for recipe in _having(shared.name)}
+    same = {recipe: _show(key.default) for recipe, key in having.items() if _identify(key) == _identify(shared)}
+    others = _group((recipe for recipe in same if same[recipe] != _show(shared.default)), same.__getitem__)
+    return "".join(f"; {', '.join(recipes)} `{default}`" for default, recipes in others.items())
 
 
 def _group(items: Iterable[Item], describe_group: Callable[[Item], Group]) -> dict[Group, list[Item]]:

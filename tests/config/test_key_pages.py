@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -39,6 +40,21 @@ def test_shared_page_lists_recipes_of_every_key() -> None:
         listed = set(cell.removeprefix("all but ").split(", ")) if cell != "all" else set()
         having = {recipe for recipe in RECIPE_NAMES if name in load_table(recipe).keys}
         assert having == (listed if cell != "all" and not cell.startswith("all but") else {*RECIPE_NAMES} - listed)
+
+
+def test_pages_give_the_default_of_every_recipe() -> None:
+    for recipe in RECIPE_NAMES:
+        for name, key in load_table(recipe).keys.items():
+            page = recipe if name in DEFINED[f"configs/{recipe}.md"] else "shared"
+            row = next(row for row in PAGES[f"configs/{page}.md"].splitlines() if row.startswith(f'| <a id="{name}">'))
+            cell = row.split(" | ")[2]
+            general = cell.split("; ")[0]
+            given = {
+                one: other.split()[-1] for other in cell.split("; ")[1:] for one in re.findall(r"\w+(?=[ ,])", other)
+            }
+            assert given.get(recipe, general).strip("`") in (json.dumps(key.default, ensure_ascii=False), "required"), (
+                name
+            )
 
 
 @pytest.mark.parametrize("recipe", TABLES)

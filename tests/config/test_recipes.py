@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from tests.config.generate import read_bounds, read_choices, read_defaults, read_notes
+from tests.config.generate import read_bounds, read_choices, read_defaults, read_helps, read_notes
 from tests.forked import ROOT
 from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
@@ -22,7 +22,7 @@ from recipes_lib.config.values import is_secret_key
 
 def test_notes_and_bounds_name_existing_keys() -> None:
     keys = {key for table in TABLES for key in load_table(table).keys}
-    assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
+    assert keys >= set(read_notes()) | set(read_helps()) | set(SHARE_OR_COUNT)
     assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
@@ -114,7 +114,7 @@ def test_accepted_keys_of_trl_are_read_outside_of_the_configuration() -> None:
 def test_changed_defaults_differ_from_upstream_and_have_reasons(recipe: str) -> None:
     defaults, keys = read_defaults(recipe), load_table(recipe).keys
     assert set(defaults) <= UPSTREAM[recipe] | OURS
-    assert {name for name in defaults if keys[name].default == keys[name].upstream_default} <= {"report_to"}
+    assert {name for name in defaults if keys[name].default == keys[name].upstream_default} == set()
     assert all(reason for _, reason in defaults.values())
     for name, values in read_choices(recipe).items():
         schema = {} if name in read_refused(recipe) else keys[name].schema

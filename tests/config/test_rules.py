@@ -404,6 +404,28 @@ def test_flag_drops_file_key_that_it_makes_ineffective(write, minimal_text: str)
     assert config.provenance["num_train_epochs"] == "derived: `max_steps` decides the length"
 
 
+COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines", "revision"),
+    [
+        ([], "", COMMIT),
+        (["--model_name_or_path", "owner/other"], "", None),
+        (["--model_name_or_path", "owner/other", "--model_revision", COMMIT], "", COMMIT),
+        (["--model_name_or_path", "owner/other"], f"trust_remote_code: true\ntokenizer_revision: {COMMIT}\n", COMMIT),
+    ],
+)
+def test_commit_in_file_is_not_of_model_of_flag(write, minimal_text: str, flags, lines: str, revision) -> None:
+    path = write(f"{minimal_text}model_revision: {COMMIT}\n{lines}")
+    assert load_config("sft", ["--config", str(path), *flags]).model.model_revision == revision
+
+
+def test_branch_in_file_is_kept_for_model_of_flag(write, minimal_text: str) -> None:
+    path = write(f"{minimal_text}model_revision: main\n")
+    assert load_config("sft", ["--config", str(path), "--model_name_or_path", "o/other"]).model.model_revision == "main"
+
+
 def test_flag_made_ineffective_by_file_is_refused(problems_of) -> None:
     (problem,) = problems_of("max_steps: 100\n", flags=["--num_train_epochs", "1"])
     assert problem.where == "--num_train_epochs"

@@ -134,3 +134,17 @@ def test_killed_data_loader_worker_is_named(tmp_path):
     with pytest.raises(ConfigError, match=found), run.recording_its_end():
         receive()
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "refused"
+
+
+def test_key_at_its_default_is_the_same_as_an_unset_one(tmp_path):
+    start_run(make_config(tmp_path, weight_decay=0.0), ONE)
+    write_checkpoint(tmp_path, 5)
+    for keys in ({}, {"weight_decay": 0.0, "adam_beta2": 0.999}):
+        assert start_run(make_config(tmp_path, **keys), ONE).resume_from
+
+
+def test_switch_that_hardware_decides_is_not_the_same_as_its_default(tmp_path):
+    start_run(make_config(tmp_path), ONE)
+    write_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match="use_liger_kernel was None in the run"):
+        start_run(make_config(tmp_path, use_liger_kernel=False), ONE)

@@ -261,9 +261,12 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
 
 def is_overruled(row: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether the key of a row of ``DECISIONS`` has no effect."""
+    key, decider = row["key"], row["decider"]
+    if row.get("replaced") and not (COMMIT.fullmatch(settings[key] or "") and _is_overridden(decider, key, settings)):
+        return False
     if "local" not in row:
         return _applies(row, settings)
-    place = settings[row["decider"]]
+    place = settings[decider]
     return is_local(place) and not (row["local"] == "file" and Path(place).is_dir())
 
 

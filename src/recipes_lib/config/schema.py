@@ -136,7 +136,8 @@ class DataConfig:
     dataset_columns: dict[str, Any] | None = None
     """Column mapping, ours to theirs: ``{prompt: question, completion: answer}``; ``{label: null}`` hides a column."""
     dataset_streaming: bool = False
-    """Stream and tokenise during training, for data larger than the disk; needs ``max_steps``."""
+    """Stream and tokenise during training, for data larger than the disk; needs ``max_steps``, or ``max_tokens`` of
+    pretraining."""
     allow_eval_overlap: bool = False
     """Allow rows that are both in the training and the held-out data."""
 
@@ -148,7 +149,7 @@ class TokensConfig:
     loss_on: LossOn | None = None
     """Target tokens. Unset: ``assistant`` for chats, ``completion`` for prompt/completion, ``all`` for text."""
     max_length: int | None = None
-    """Sequence length of the batch. Unset: the longest example, rounded up to a multiple of 64."""
+    """Tokens of a row of the batch; in RL, of a prompt with its answer. Unset: of the longest example."""
     overlong: Overlong = "error"
     """Handling of examples longer than ``max_length``."""
     max_truncated_fraction: float | None = None
@@ -237,7 +238,7 @@ class PretrainingConfig:
     cross_document_attention: bool = False
     """Let tokens attend to earlier documents in the row, as in GPT-2 and GPT-3."""
     text_documents: Literal["file", "paragraph", "line"] = "file"
-    """Unit of a document in text and Markdown files."""
+    """Unit of a document in text and Markdown files; a file above 16 MiB is split at line ends."""
     dataset_curriculum: list[dict[str, Any]] | None = field(default=None, metadata={"items": CurriculumPhase})
     """Mixture weights by phase: a list of ``{start_tokens, weights}``, with weights in the mixture's order."""
     max_tokens: int | None = None

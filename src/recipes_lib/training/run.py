@@ -24,7 +24,7 @@ from torch._C import _error_if_any_worker_fails
 from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.settings import is_local
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import load_table
 from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
@@ -315,9 +315,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
     resume_from = find_last_complete(output_dir)
-    previous = _fill_in(_read_previous(output_dir, resume_from), effective)
+    previous, now = _fill_in(_read_previous(output_dir, resume_from), effective, config.recipe)
     is_done = previous.get("status") == "done"
-    differing = _find_differences(previous, effective, launch) if resume_from or is_done else []
+    differing = _find_differences(previous, now, launch) if resume_from or is_done else []
     say = build_progress(is_main=launch.is_main).say
     finished = is_done and not differing and _has_model(output_dir, previous, resume_from, say)
     if has_other_machines():
@@ -329,7 +329,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         # After ``_resume_batch``, both schedules are computed with the same global batch size.
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
-            raise ConfigError(*_explain_differences(config, previous, effective, differing))
+            raise ConfigError(*_explain_differences(config, previous, now, differing))
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
     if checkpointing:
         say(f"activation checkpointing: {checkpointing}")
@@ -518,9 +518,8 @@ def _explain_differences(
 ) -> list[Problem]:
     where, before = str(Path(config.training["output_dir"]) / RUN_FILE), previous["config"]
     if previous["stage"] != config.recipe:  # Most keys differ.
-        return [
-            Problem(where, f"is of the recipe {previous['stage']}, not {config.recipe}", "choose another output_dir")
-        ]
+        found = f"is of the recipe {previous['stage']}, not {config.recipe}"
+        return [Problem(where, found, "choose another output_dir")]
     remedy = "choose another output_dir, or run the command it was started with"
     if config.recipe == "pretrain" and set(differing) <= EXTENDABLE:
         remedy = "no checkpoint is left from before the learning rates, or the rows of a stream, differ; " + remedy
@@ -587,13 +586,14 @@ def _list_fingerprints(data: Any) -> list[Any]:
     return []
 
 
-def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of keys that did not exist in the version that wrote the record."""
-    if not record or record["stage"] not in RECIPE_NAMES:
-        return record
-    keys = load_table(record["stage"]).keys
-    defaults = {name: keys[name].default for name in now.keys() & keys.keys()}
-    return {**record, "config": {**defaults, **record["config"]}}
+def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add defaults of keys that one of two configurations lacks, but not of switches that the hardware decides."""
+    if record.get("stage") != recipe:
+        return record, now
+    config, keys = record["config"], load_table(recipe).keys.items()
+    unset = {name: key.default for name, key in keys if key.default is not False or "Unset:" not in key.help}
+    defaults = {name: unset[name] for name in (config.keys() | now.keys()) & unset.keys()}
+    return {**record, "config": {**defaults, **config}}, {**defaults, **now}
 
 
 def _now() -> str:
