@@ -10,7 +10,6 @@ import math
 import re
 import sqlite3
 import time
-import warnings
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,10 +34,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import find_prefix
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, read_last_line, verify_extra
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
-from recipes_lib.models.adapters.lora import suppress_peft_warnings
+from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.inference import temporarily
 from recipes_lib.models.loading import download, explained, load_model_config, without_report
@@ -266,6 +265,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
     """lm-eval's ``HFLM`` that refuses incomplete checkpoints and NaN logits, and supports any launch of processes."""
 
     AUTO_MODEL_CLASS: Any
+    _model: Any
 
     def __init__(self, **options: Any) -> None:
         """Load the model; the arguments are those of ``HFLM``.
@@ -283,21 +283,17 @@ class CheckedModel(HFLM):  # type: ignore[misc]
     def _create_model(self, *args: Any, **options: Any) -> None:
         # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
         complete = SimpleNamespace(from_pretrained=partial(_load_complete, self.AUTO_MODEL_CLASS))
-        adapter = options.get("peft")
-        try:
-            with suppress_peft_warnings(), temporarily(self, AUTO_MODEL_CLASS=complete):
-                warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
-                super()._create_model(*args, **options)
-        except UserWarning as warning:
-            found = f"the adapter {adapter} lacks weights that its configuration requires: {str(warning)[:200]} ..."
-            raise ConfigError(Problem("model_name_or_path", found, "name a complete adapter")) from warning
-        except RuntimeError as error:
-            if adapter is None or "size mismatch" not in str(error):
-                raise
-            found = f"the adapter {adapter} does not fit its base: {read_last_line(error)}"
-            raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
+        # lm-eval would cut the rows of a padded vocabulary from the base of an adapter, and accept one without weights.
+        adapter = options.pop("peft", None)
+        with temporarily(self, AUTO_MODEL_CLASS=complete):
+            super()._create_model(*args, **options)
+        if adapter is None:
+            return
+        self._model = load_adapter(self._model, adapter, key="model_name_or_path", on_any_base=True)
+        # Called by lm-eval, although they are tied already; transformers 5.23 fails on trained copies of embeddings.
+        self._model.tie_weights = lambda: None
         # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
-        if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
+        if (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -150,6 +150,7 @@ def load_adapter(
     model: PreTrainedModel,
     name: str,
     *,
+    key: str = "adapter_name_or_path",
     task_type: TaskType = "CAUSAL_LM",
     is_trainable: bool = False,
     dropout: float = 0.0,
@@ -160,17 +161,16 @@ def load_adapter(
     Args:
         model: Base model, modified, not copied.
         name: Folder or Hub id of the adapter.
+        key: Configuration key or flag that names it, for error messages.
         task_type: Task of the model in PEFT.
         is_trainable: Whether the adapter is trained further; otherwise it is frozen.
         dropout: LoRA dropout of further training, which replaces the saved value.
         on_any_base: Whether to accept a base of another name or commit than the adapter was trained on.
 
     Raises:
-        ConfigError: The adapter cannot be found, is no LoRA adapter in safetensors, was trained on another base or for
-            another task, belongs to base weights that no file contains, is on bare parameters or tied embeddings, or
-            its weights and its configuration disagree.
+        ConfigError: It cannot be found, is no LoRA adapter in safetensors, has another base or task, belongs to base
+            weights that no file contains, is on bare parameters or tied embeddings, or lacks weights.
     """
-    key = "adapter_name_or_path"
     with explained(key, name):
         is_folder = Path(name).is_dir()
         folder = Path(name if is_folder else snapshot_download(name, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
