@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
@@ -50,6 +50,7 @@ _NUM_ATTEMPTS: Final = 6
 """Attempts per request to an endpoint, as for ``Endpoint``; lm-eval limits each to 300 seconds."""
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
+_TIE_WEIGHTS: Final = PreTrainedModel.tie_weights
 _TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
@@ -273,7 +274,9 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         Raises:
             ConfigError: The checkpoint or the adapter lacks weights, or the adapter does not fit its base model.
         """
-        super().__init__(**options)
+        # lm-eval ties the weights again; transformers 5.23 fails if an adapter has trained copies of tied embeddings.
+        with temporarily(PreTrainedModel, tie_weights=lambda _: None):
+            super().__init__(**options)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
@@ -285,13 +288,11 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         complete = SimpleNamespace(from_pretrained=partial(_load_complete, self.AUTO_MODEL_CLASS))
         # lm-eval would cut the rows of a padded vocabulary from the base of an adapter, and accept one without weights.
         adapter = options.pop("peft", None)
-        with temporarily(self, AUTO_MODEL_CLASS=complete):
+        with temporarily(self, AUTO_MODEL_CLASS=complete), temporarily(PreTrainedModel, tie_weights=_TIE_WEIGHTS):
             super()._create_model(*args, **options)
-        if adapter is None:
-            return
-        self._model = load_adapter(self._model, adapter, key="model_name_or_path", on_any_base=True)
-        # Called by lm-eval, although they are tied already; transformers 5.23 fails on trained copies of embeddings.
-        self._model.tie_weights = lambda: None
+            if adapter is None:
+                return
+            self._model = load_adapter(self._model, adapter, key="model_name_or_path", on_any_base=True)
         # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
         if (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
