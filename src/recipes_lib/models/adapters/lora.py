@@ -502,9 +502,9 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     paths = [path for path, module in model.named_modules() if any(module is one for one in embeddings)]
     others = [name for name in named if not find_modules(model, name).keys() & set(paths)]
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or len(others) == len(named):
-        return [*named], False
-    return [*others, *paths], True
+    # A reward model has the key of its start model, and no output embedding.
+    is_tied = len(paths) > 1 and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    return ([*others, *paths], True) if is_tied and len(others) < len(named) else ([*named], False)
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
