@@ -225,6 +225,20 @@ def test_cloud_job_runs_all_stages(cloud: Cluster, executor: str, submit: str) -
     assert "name: pipeline\n" in (cloud.output_dir / f"jobs/{executor}.yaml").read_text()
 
 
+def test_configuration_outside_of_the_image_is_refused(cloud: Cluster, install) -> None:
+    keys = "model_name_or_path: me/model\ntasks: [core]\n"
+    for file in ("mine.yaml", "recipes/mine.yaml"):
+        Path(file).write_text(keys)
+    stage = "stages: {{scores: {{recipe: eval, config: '{}'}}}}"
+    cloud.pipeline.write_text(stage.format("mine.yaml"))
+    assert "mine.yaml: is not in the image" in cloud.run("--executor", "kubernetes", *CLOUD_FLAGS, code=2)
+    assert cloud.read_calls() == []
+    install({"kubectl": "#!/bin/sh\n"})
+    for inside in ("recipes/mine.yaml", "${here}/../mine.yaml"):
+        cloud.pipeline.write_text(stage.format(inside))
+        cloud.run("--executor", "kubernetes", *CLOUD_FLAGS)
+
+
 def test_exit_code_of_cloud_job_tells_failed_stage_from_failed_gate(cloud: Cluster) -> None:
     """The cluster restarts a job that ends with 1, and none that ends with 2."""
     cloud.pipeline.write_text(PIPELINE.replace(", needs", ", require: {eval_loss: '< 3'}, needs"))

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -143,6 +142,17 @@ def test_unreadable_data_are_reported_together(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_broken_rows_are_dropped_and_counted_if_asked_for(run, data, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [*({"text": text} for text in TEXTS), {"text": ""}])
+    for name, path, flags in (("clean", data, ()), ("dropped", rows, ("--broken_rows", "drop"))):
+        run(path, "--vocab_size", 300, "--output_dir", tmp_path / name, *flags)
+    assert (tmp_path / "dropped/tokenizer.json").read_text() == (tmp_path / "clean/tokenizer.json").read_text()
+    few = ("--broken_rows", "drop", "--max_broken_fraction", 0.001)
+    assert "1 of 401 rows (0.25%) are broken" in run(
+        rows, "--vocab_size", 300, "--output_dir", tmp_path / "o", *few, code=2
+    )
+
+
 def test_all_layouts_and_sources_are_read(run, tmp_path):
     write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 60)
     write_rows(tmp_path / "pairs.jsonl", [{"prompt": "Capital? ", "completion": "Paris."}] * 60)
@@ -155,9 +165,9 @@ def test_all_layouts_and_sources_are_read(run, tmp_path):
 
 
 def test_chats_are_rendered_with_template(tmp_path):
-    mixture = open_data(write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}]))
-    assert list(read_texts(mixture, None)) == ["How many days?\nSeven days."]
-    assert list(read_texts(mixture, ChatTemplate(CHATML_TEMPLATE, {}))) == [
+    rows = list(open_data(write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}])).rows())
+    assert list(read_texts(rows, None)) == ["How many days?\nSeven days."]
+    assert list(read_texts(rows, ChatTemplate(CHATML_TEMPLATE, {}))) == [
         "<|im_start|>user\nHow many days?<|im_end|>\n<|im_start|>assistant\nSeven days.<|im_end|>\n"
     ]
 
@@ -176,8 +186,7 @@ def test_chat_rejected_by_template_is_named(run, tmp_path):
 @given(text=st.text(st.sampled_from("ab \n\t\r."), max_size=60), repeats=st.integers(1, 300))
 def test_sections_of_long_texts_preserve_pre_tokens(text, repeats):
     whole = text * repeats
-    mixture = SimpleNamespace(rows=lambda: [Row(where="here row 0", text=whole)])
-    sections = list(read_texts(mixture, None))
+    sections = list(read_texts([Row(where="here row 0", text=whole)], None))
     assert "".join(sections) == whole
     assert all(re.match(r"\S", section) for section in sections[1:])
     cut = train_tokenizer([], vocab_size=0).backend_tokenizer.pre_tokenizer.pre_tokenize_str
@@ -188,7 +197,7 @@ def test_long_text_file_has_held_out_tail(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("".join(TEXTS))
     tail = HeldOutTail()
-    training = list(tail.split(read_texts(open_data(path, text_documents="file"), None)))
+    training = list(tail.split(read_texts(open_data(path, text_documents="file").rows(), None)))
     assert "".join([*training, *tail.texts]) == "".join(TEXTS)
     assert 0 < sum(map(len, tail.texts)) <= MAX_TAIL_SHARE * len("".join(TEXTS))
 

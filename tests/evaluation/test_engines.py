@@ -380,13 +380,14 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     [
         ({}, b"", "header too small"),
         ({}, None, "has no adapter_model.safetensors"),
-        ({}, {}, "lacks weights that its configuration requires"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "kept", "lacks weights that its configuration requires"),
-        ({"r": 4}, "kept", "does not fit its base: size mismatch for .*lora_B"),
+        ({}, {}, "and its adapter_config.json disagree about"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "kept", "and its adapter_config.json disagree about"),
+        ({"r": 4}, "kept", "does not fit the model: size mismatch for .*lora_B"),
         ({"base_model_name_or_path": "/not here"}, "kept", "/not here"),
         ({"base_model_name_or_path": None}, "kept", "is an adapter that names no base model"),
+        ({"init_lora_weights": "pissa"}, "kept", "belongs to base weights changed by pissa"),
     ],
-    ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
+    ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base", "pissa"],
 )
 def test_incomplete_adapter_is_refused(model, tasks, tmp_path, settings, weights, message) -> None:
     folder = save_adapter(model, tmp_path / "adapter", **settings)
@@ -398,6 +399,24 @@ def test_incomplete_adapter_is_refused(model, tasks, tmp_path, settings, weights
     elif not weights:
         save_file({}, path)
     refuse(folder, tasks, tmp_path, message)
+
+
+def test_adapter_with_trained_tied_embeddings_keeps_its_padded_vocabulary(model: Path, tmp_path: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)
+    network.resize_token_embeddings(network.config.vocab_size + 64)
+    network.save_pretrained(model)
+    network.name_or_path = str(model)
+    copied = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    adapted = get_peft_model(network, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **copied)).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = EvalConfig(model_name_or_path=str(tmp_path / "adapter"), use_cpu=True)
+    engine = engines.build_engine(config, describe_model(config))
+    ids = torch.arange(1, 20)[None]
+    torch.testing.assert_close(engine.model(ids).logits, adapted(ids).logits)
 
 
 @pytest.mark.parametrize(

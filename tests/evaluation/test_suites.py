@@ -34,6 +34,11 @@ def test_num_fewshot_overrides_task_file(tasks: Path) -> None:
     assert [loaded[name].get_config("num_fewshot") for name in names] == [3, 3, 0]
 
 
+def test_stop_in_gen_kwargs_is_refused_with_its_name_in_lm_eval(tasks: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks: local_written: .* `stop`\n +write `until`"):
+        load_tasks(build(tasks, "local_written", gen_kwargs={"stop": ["x"]}))
+
+
 def test_gen_kwargs_override_task_file(tasks: Path) -> None:
     (task,) = load_tasks(build(tasks, "local_written", gen_kwargs={"max_gen_toks": 3}))["tasks"].values()
     assert task.get_config("generation_kwargs") == {"until": ["\n"], "max_gen_toks": 3}
@@ -69,6 +74,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         ("", {}, "has no question"),
         (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
         (ROW.replace('"a", "b"', ""), {}, "the answer of its first row is not among its choices"),
+        (ROW.replace('"b"', '""'), {}, "or a choice is empty"),
         (ROW.replace("0", "-1"), {}, "no question has its answer among its choices; that of the first is -1"),
         (ROW.replace("0", '"c"'), {}, "no question has its answer among its choices; that of the first is 'c'"),
         (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its first row are 'ab'; write `doc_to_choice` as"),

@@ -112,7 +112,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     config = parse_command(recipe, ["--config", options.config, *place, *overrides])
     if isinstance(config, str):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
-    if problems := list(_find_problems(options, options.to, options.config)):
+    if problems := list(_find_problems(options, options.to, [options.config])):
         raise ConfigError(*problems)
     output_dir = str(config.training["output_dir"])
     # Elsewhere only the volume outlives the machine.
@@ -162,9 +162,9 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
     return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=1000)
 
 
-def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[Problem]:
-    """Yield invalid, missing and unsupported flags of a job that reads a configuration or pipeline file."""
-    yield from _find_wrong_values(options, file)
+def _find_problems(options: argparse.Namespace, to: str, files: Sequence[str]) -> Iterator[Problem]:
+    """Yield invalid, missing and unsupported flags of a job that reads configurations or a pipeline file."""
+    yield from _find_wrong_values(options, files)
     for flag in CLUSTERS[to].needed:
         if getattr(options, flag) is None:
             yield Problem(f"--{flag}", f"is required for {to}", f"write --{flag} ... (docs/cloud.md)")
@@ -178,7 +178,7 @@ def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 
 
-def _find_wrong_values(options: argparse.Namespace, file: str) -> Iterator[Problem]:
+def _find_wrong_values(options: argparse.Namespace, files: Sequence[str]) -> Iterator[Problem]:
     yield from find_problems(FLAGS["machines"], options)
     for name in options.secrets:
         if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
@@ -190,7 +190,8 @@ def _find_wrong_values(options: argparse.Namespace, file: str) -> Iterator[Probl
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
             found = f"{value!r} has other characters than names of clusters"
             yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
-    if options.image and not file.startswith(("recipes/", f"{DATA}/")):
+    outside = [file for file in files if not file.startswith(("recipes/", f"{DATA}/"))]
+    for file in outside if options.image else ():
         yield Problem(file, "is not in the image", f"put it on the volume and write its path there, {DATA}/...")
 
 
@@ -206,7 +207,10 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
         ConfigError: A flag is wrong, a needed stage is neither done nor submitted, the cluster's command does not
             exist, or it refuses a job.
     """
-    if problems := list(_find_problems(options, options.executor, str(options.pipeline))):
+    # Absolute ones begin with the folder of the pipeline file (`${here}`), which is another one in the image.
+    given = [stage.argv[1] for stage in chosen if stage.argv[:1] == ["--config"] and stage.has_given_config]
+    files = [str(options.pipeline), *(file for file in given if not Path(file).is_absolute())]
+    if problems := list(_find_problems(options, options.executor, files)):
         raise ConfigError(*problems)
     folder = pipeline.output_dir / JOBS
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.schema import DatasetFormat
+from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import atomic_folder, count_bytes, read_text
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from recipes_lib.data.chat.templates import ChatTemplate
     from recipes_lib.data.sources.mixtures import Mixture
+    from recipes_lib.data.sources.rows import Row
     from recipes_lib.models.vocabulary import TokenUsage
 
 MAX_TAIL_BYTES: Final = 1 << 20
@@ -46,11 +47,13 @@ def main(argv: Sequence[str]) -> None:
     settings = _read_settings(options)
     with atomic_folder(options.output_dir) as folder:
         mixture = _open_data(options)
+        from recipes_lib.data.sources.rows import BrokenRows
         from recipes_lib.models.vocabulary import measure_usage, train_tokenizer
 
         template = _verify_template(settings, options.chat_template)
-        tail = HeldOutTail()
-        texts = tail.split(read_texts(mixture, template))
+        tokens = TokensConfig(broken_rows=options.broken_rows, max_broken_fraction=options.max_broken_fraction)
+        tail, broken = HeldOutTail(), BrokenRows(tokens)
+        texts = tail.split(read_texts(broken.read(mixture.entries(), mixture.name), template))
         tokenizer = train_tokenizer(texts, vocab_size=options.vocab_size, show_progress=sys.stderr.isatty(), **settings)
         if len(tokenizer) < options.vocab_size:
             found = f"the text yields {len(tokenizer):,} tokens, and --vocab_size is {options.vocab_size:,}"
@@ -59,8 +62,9 @@ def main(argv: Sequence[str]) -> None:
         tokenizer.save_pretrained(folder)
     with Console(stderr=True).status("counting tokens"):
         # Read again instead of kept in memory.
-        usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture, template)))
+        usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture.rows(tokens), template)))
         held_out = measure_usage(tokenizer, tail.texts)
+    sys.stderr.writelines(f"warning: {line}\n" for line in broken.list_warnings("rows"))
     sys.stdout.writelines(f"{line}\n" for line in describe(tokenizer, usage, held_out))
     sys.stdout.write(f"written to {options.output_dir}\n")
 
@@ -97,21 +101,21 @@ class HeldOutTail:
         return self.texts.popleft()
 
 
-def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]:
+def read_texts(rows: Iterable[Row], template: ChatTemplate | None) -> Iterator[str]:
     """Yield the text of every row as a model reads it, with long texts split at line starts.
 
     The split does not change the training: the pre-tokenizer forms no word across the start of an unindented line.
 
     Args:
-        mixture: The rows.
+        rows: The rows.
         template: Template that renders chats; ``None``: the contents of the messages, one per line.
 
     Raises:
-        DataError: Rows cannot be read or rendered.
+        DataError: A row cannot be rendered.
     """
     from recipes_lib.data.chat.templates import TemplateError
 
-    for row in mixture.rows():
+    for row in rows:
         if row.messages is None:
             text = f"{row.prompt}{row.completion}" if row.text is None else row.text
         elif template is None:

@@ -183,7 +183,7 @@ def load_local_model(
     if start is None:
         model = load_causal_lm(base, kernel.implementation)
         if adapter is not None:
-            model = load_adapter(model, str(adapter))
+            model = load_adapter(model, str(adapter), key="model_name_or_path")
         model = model.to(device).eval()
         # Sampling from NaN logits would silently select some token.
         if compute_probe_logits(model).isnan().any():

@@ -10,7 +10,6 @@ import math
 import re
 import sqlite3
 import time
-import warnings
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,16 +28,16 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import find_prefix
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, read_last_line, verify_extra
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
 from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
 from recipes_lib.files import read_record
-from recipes_lib.models.adapters.lora import suppress_peft_warnings
+from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.inference import temporarily
 from recipes_lib.models.loading import download, explained, load_model_config, without_report
@@ -51,6 +50,7 @@ _NUM_ATTEMPTS: Final = 6
 """Attempts per request to an endpoint, as for ``Endpoint``; lm-eval limits each to 300 seconds."""
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
+_TIE_WEIGHTS: Final = PreTrainedModel.tie_weights
 _TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
@@ -266,6 +266,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
     """lm-eval's ``HFLM`` that refuses incomplete checkpoints and NaN logits, and supports any launch of processes."""
 
     AUTO_MODEL_CLASS: Any
+    _model: Any
 
     def __init__(self, **options: Any) -> None:
         """Load the model; the arguments are those of ``HFLM``.
@@ -273,7 +274,9 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         Raises:
             ConfigError: The checkpoint or the adapter lacks weights, or the adapter does not fit its base model.
         """
-        super().__init__(**options)
+        # lm-eval ties the weights again; transformers 5.23 fails if an adapter has trained copies of tied embeddings.
+        with temporarily(PreTrainedModel, tie_weights=lambda _: None):
+            super().__init__(**options)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
@@ -283,21 +286,15 @@ class CheckedModel(HFLM):  # type: ignore[misc]
     def _create_model(self, *args: Any, **options: Any) -> None:
         # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
         complete = SimpleNamespace(from_pretrained=partial(_load_complete, self.AUTO_MODEL_CLASS))
-        adapter = options.get("peft")
-        try:
-            with suppress_peft_warnings(), temporarily(self, AUTO_MODEL_CLASS=complete):
-                warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
-                super()._create_model(*args, **options)
-        except UserWarning as warning:
-            found = f"the adapter {adapter} lacks weights that its configuration requires: {str(warning)[:200]} ..."
-            raise ConfigError(Problem("model_name_or_path", found, "name a complete adapter")) from warning
-        except RuntimeError as error:
-            if adapter is None or "size mismatch" not in str(error):
-                raise
-            found = f"the adapter {adapter} does not fit its base: {read_last_line(error)}"
-            raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
+        # lm-eval would cut the rows of a padded vocabulary from the base of an adapter, and accept one without weights.
+        adapter = options.pop("peft", None)
+        with temporarily(self, AUTO_MODEL_CLASS=complete), temporarily(PreTrainedModel, tie_weights=_TIE_WEIGHTS):
+            super()._create_model(*args, **options)
+            if adapter is None:
+                return
+            self._model = load_adapter(self._model, adapter, key="model_name_or_path", on_any_base=True)
         # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
-        if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
+        if (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

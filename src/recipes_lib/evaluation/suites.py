@@ -154,7 +154,7 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
         found, remedy = "has no question", "name a split with rows in its task file"
     elif isinstance(error, IndexError):
         remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
-        found = f"the answer of its first row is not among its choices: {reason}"
+        found = f"the answer of its first row is not among its choices, or a choice is empty: {reason}"
     elif isinstance(error, KeyError) and error.args == (None,):  # From lm-eval 0.4.13 for an unknown metric.
         found, remedy = "names a metric that lm-eval does not have", _METRICS
     elif isinstance(error, KeyError) and " " not in reason:
@@ -228,6 +228,8 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     task.set_config(key="num_fewshot", value=(own if own == 0 or num_fewshot is None else num_fewshot) or 0)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
+    if "stop" in (task.get_config("generation_kwargs") or ()):
+        return [Problem(where, "its generation settings have `stop`", "write `until`, as lm-eval names it")]
     if task.get_config("output_type") != "multiple_choice":
         return []
     choices = None

@@ -230,10 +230,13 @@ def test_missing_adapter_is_reported_in_one_line(saved, tmp_path, name):
     assert problem.remedy
 
 
-def test_classification_head_is_trained_and_saved_with_adapter(tmp_path):
-    base = save_model("llama", tmp_path)
+@pytest.mark.parametrize(("kind", "whole"), [("llama", None), ("tied", ["embed_tokens"])])
+def test_classification_head_is_trained_and_saved_with_adapter(tmp_path, kind, whole):
+    base = save_model(kind, tmp_path)
     model = LlamaForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
-    adapted = add_adapter(model, AdapterConfig(use_peft=True), seed=0, task_type="SEQ_CLS")
+    config = AdapterConfig(use_peft=True, lora_modules_to_save=whole)
+    adapted = add_adapter(model, config, seed=0, task_type="SEQ_CLS")
+    assert hasattr(model.get_input_embeddings(), "modules_to_save") == bool(whole)
     assert adapted.get_base_model().score.modules_to_save.default.weight.requires_grad
     assert "base_model.model.score.weight" in read_adapter_state(adapted)
     adapted.save_pretrained(tmp_path / "adapter")

@@ -90,11 +90,12 @@ def test_scores_equal_evaluation_of_saved_model(tasks: Path, inputs: Path, tmp_p
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_adapter_is_evaluated_on_its_base(tasks: Path, inputs: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+def test_adapter_with_trained_tied_embeddings_is_evaluated_on_its_base(tasks: Path, inputs: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model", tie_word_embeddings=True)
     hook = build(tasks, inputs / "model", names=["local_rolling"])
     bare = hook(model, 0)
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    copied: dict[str, Any] = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False, **copied))
     changed = hook(adapted, 0)
     with adapted.disable_adapter():
         assert hook(adapted, 0) == bare

@@ -150,6 +150,7 @@ def load_adapter(
     model: PreTrainedModel,
     name: str,
     *,
+    key: str = "adapter_name_or_path",
     task_type: TaskType = "CAUSAL_LM",
     is_trainable: bool = False,
     dropout: float = 0.0,
@@ -160,17 +161,16 @@ def load_adapter(
     Args:
         model: Base model, modified, not copied.
         name: Folder or Hub id of the adapter.
+        key: Configuration key or flag that names it, for error messages.
         task_type: Task of the model in PEFT.
         is_trainable: Whether the adapter is trained further; otherwise it is frozen.
         dropout: LoRA dropout of further training, which replaces the saved value.
         on_any_base: Whether to accept a base of another name or commit than the adapter was trained on.
 
     Raises:
-        ConfigError: The adapter cannot be found, is no LoRA adapter in safetensors, was trained on another base or for
-            another task, belongs to base weights that no file contains, is on bare parameters or tied embeddings, or
-            its weights and its configuration disagree.
+        ConfigError: It cannot be found, is no LoRA adapter in safetensors, has another base or task, belongs to base
+            weights that no file contains, is on bare parameters or tied embeddings, or lacks weights.
     """
-    key = "adapter_name_or_path"
     with explained(key, name):
         is_folder = Path(name).is_dir()
         folder = Path(name if is_folder else snapshot_download(name, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
@@ -502,9 +502,9 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     paths = [path for path, module in model.named_modules() if any(module is one for one in embeddings)]
     others = [name for name in named if not find_modules(model, name).keys() & set(paths)]
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or len(others) == len(named):
-        return [*named], False
-    return [*others, *paths], True
+    # A reward model has the key of its start model, and no output embedding.
+    is_tied = len(paths) > 1 and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    return ([*others, *paths], True) if is_tied and len(others) < len(named) else ([*named], False)
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:

@@ -148,7 +148,7 @@ def load_row_scorer(config: RecipeConfig, launch: Launch) -> RowScorer:
     attention = choose_attention(named, settings, args, packing=config.tokens.packing, flattens=True)
     model: Any = load_causal_lm(named, attention.implementation)
     if adapter is not None:
-        model = load_adapter(model, str(adapter))
+        model = load_adapter(model, str(adapter), key="model_name_or_path")
     add_loss_head(model)
     return RowScorer(
         model=model.to(args.device).eval(),
