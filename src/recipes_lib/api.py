@@ -20,6 +20,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_recipe
+from recipes_lib.stopping import STOP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
     with _ONE_RUN:
+        STOP.reset()
         try:
             with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
                 main(loaded)

@@ -251,7 +251,7 @@ def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_di
     with pytest.raises(PreemptedError, match="stopped after step 1; checkpoint-1 is complete"):
         stopped.train()
     monkeypatch.undo()
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     assert len(calls) == stopped.args.gradient_accumulation_steps, (
         "sampling stops at the first token of each micro-batch"
     )
