@@ -154,6 +154,8 @@ def score(**_: Any) -> list[float]:
         ({"v_proj", "q_proj"}, '["q_proj", "v_proj"]'),
         ([np.float32(0.5), np.int64(2)], "[0.5, 2]"),
         (np.array([1, 2]), "[1, 2]"),
+        ((name for name in ["q_proj", "v_proj"]), '["q_proj", "v_proj"]'),
+        (range(2), "[0, 1]"),
         (torch.bfloat16, "bfloat16"),
         (torch.tensor(0.5), "0.5"),
         (MappingProxyType({"path": Path("a b")}), '{"path": "a b"}'),
