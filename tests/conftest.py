@@ -29,6 +29,8 @@ from tests.forked import spare_flushes
 from tests.tiny import build_tokenizer, leave_ids_out, save_model
 from transformers import PreTrainedTokenizerFast
 
+from recipes_lib.stopping import STOP
+
 torch.set_num_threads(1)
 spare_flushes()
 # Until the tests are collected, hardly anything is garbage, and traversing imported modules takes a fifth of the time.
@@ -67,6 +69,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """Fail a test that leaves ``StopRequest.install`` in this process, which would end after a later test's signal."""
+    STOP.reset()
     yield
     assert signal.set_wakeup_fd(-1) == -1, "run what installs signal handlers in another process"
 

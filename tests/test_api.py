@@ -25,8 +25,9 @@ from transformers.utils.logging import set_tqdm_hook
 import recipes_lib
 from recipes_lib import check, load_run, train
 from recipes_lib.api import _format_value, _load
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, PreemptedError
 from recipes_lib.report.run_files import RunFiles
+from recipes_lib.stopping import STOP
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
@@ -50,6 +51,14 @@ def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> Non
     again = train("sft", keys, learning_rate=1e-3)
     assert (again.facts, again.metrics) == (run.facts, run.metrics)
     assert load_run(str(tmp_path / "run")).metrics == run.metrics
+
+
+def test_run_after_a_stopped_one_is_not_stopped(keys: dict[str, Any]) -> None:
+    STOP.request("the file STOP")
+    with pytest.raises(PreemptedError), STOP.deferred():
+        pass
+    STOP.close()
+    assert train("sft", keys).facts["status"] == "done"
 
 
 def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -145,6 +154,8 @@ def score(**_: Any) -> list[float]:
         ({"v_proj", "q_proj"}, '["q_proj", "v_proj"]'),
         ([np.float32(0.5), np.int64(2)], "[0.5, 2]"),
         (np.array([1, 2]), "[1, 2]"),
+        ((name for name in ["q_proj", "v_proj"]), '["q_proj", "v_proj"]'),
+        (range(2), "[0, 1]"),
         (torch.bfloat16, "bfloat16"),
         (torch.tensor(0.5), "0.5"),
         (MappingProxyType({"path": Path("a b")}), '{"path": "a b"}'),

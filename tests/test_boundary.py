@@ -27,7 +27,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
     """Record calls of ``StopRequest.install``."""
     calls: list[StopRequest] = []
     monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
-    monkeypatch.setattr(STOP, "_is_closed", False)
     return calls
 
 

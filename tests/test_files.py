@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import stat
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -131,6 +132,18 @@ def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:
     assert caught.value.filename == str(path)
     assert read_record(path)["a"] == "ü"
     assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_failed_write_names_the_file(tmp_path, is_shared) -> None:
+    limits, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "file"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as caught, atomic_file(path, is_shared=is_shared) as unfinished:
+            unfinished.write_bytes(bytes(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])

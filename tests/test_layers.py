@@ -34,7 +34,7 @@ ROOMS = {
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": {"api"},
-    "api": {"boundary", "commands", "config", "errors", "report", "shipped", "training"},
+    "api": {"boundary", "commands", "config", "errors", "report", "shipped", "stopping", "training"},
     "errors": set(),
     "files": {"errors"},
     "environment": {"errors", "processes"},

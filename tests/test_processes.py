@@ -35,6 +35,15 @@ def test_unregistered_process_is_not_dead(folders):
     assert processes.find_dead_process() is None
 
 
+def test_process_that_was_preempted_alone_gives_its_code_to_others(folders):
+    code = (
+        "from recipes_lib.boundary import run_command\ndef stop(): raise PreemptedError('SIGTERM')\nrun_command(stop)"
+    )
+    run_as(folders, "1", f"from recipes_lib.errors import PreemptedError; processes.register_process()\n{code}")
+    assert processes.find_dead_process() is None
+    assert processes.read_failure_code() == 75
+
+
 def test_killed_process_is_reported(folders):
     processes.register_process()
     run_as(folders, "1", "processes.register_process()")

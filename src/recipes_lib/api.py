@@ -9,7 +9,7 @@ import random
 import runpy
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -20,6 +20,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_recipe
+from recipes_lib.stopping import STOP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
     with _ONE_RUN:
+        STOP.reset()
         try:
             with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
                 main(loaded)
@@ -131,19 +133,19 @@ def _format_value(value: Any) -> str:
 
 
 def _simplify(value: Any) -> Any:
-    """Return an enum, NumPy value, set, mapping, function, dtype or path as a value that JSON supports."""
+    """Return an enum, NumPy value, mapping, iterable, function, dtype or path as a value that JSON supports."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, set | frozenset):
-        return sorted(value)
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return sorted(value) if isinstance(value, set | frozenset) else list(value)
     if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
         return f"{value.__module__}:{value.__qualname__}"
     own = "torch." if type(value).__module__ == "torch" else ""  # Of a dtype.
-    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value).removeprefix(own)
+    return value if isinstance(value, bool | int | float | str | None) else str(value).removeprefix(own)
 
 
 @contextmanager

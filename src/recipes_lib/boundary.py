@@ -130,10 +130,10 @@ def run_command(command: Callable[[], int | None]) -> int:
         error = _find_stop(raised)
         code = _report(error)
     # A rank that ends because of another one writes no reason: launcher and other ranks name the first cause only.
+    if error is not None and not isinstance(error, LostPeerError):
+        processes.record_failure(error, code)
     if code in (EXIT_DONE, EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
-    elif error is not None:
-        processes.record_failure(error, code)
     if code != EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

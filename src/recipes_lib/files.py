@@ -170,7 +170,7 @@ def atomic_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
             by the next one instead of accumulating.
 
     Raises:
-        OSError: The file cannot be written; an existing ``path`` is unchanged.
+        OSError: The file cannot be written; ``filename`` is ``path``, and the old file is unchanged.
     """
     # Random, not the process id: those of containers on a shared file system are often equal.
     name = f"{path.name}.{secrets.token_hex(4)}" if is_shared else path.name
@@ -181,6 +181,11 @@ def atomic_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
         # Before the rename: a file system may persist the rename before the data.
         fsync(unfinished)
         unfinished.replace(path)
+    except OSError as error:
+        if error.filename is not None and str(error.filename) != str(unfinished):
+            raise
+        # The error of a failed write has no file name (numpy's no number), that of a rename names the temporary file.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         with suppress(OSError):
             unfinished.unlink()
@@ -259,12 +264,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: The file cannot be written; ``filename`` is ``path``, and the old file is unchanged.
     """
-    try:
-        with atomic_file(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
-    except OSError as error:
-        # The error of a failed write has no file name, and that of a failed rename names the temporary file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def replace_record(path: Path, record: Any) -> None:

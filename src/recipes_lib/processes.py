@@ -140,9 +140,10 @@ def record_failure(error: BaseException, code: int) -> None:
 
 def read_failure_code() -> int:
     """Return the exit code of the first rank of this machine that recorded its failure; ``EXIT_BUG`` if none did."""
-    for folder, _ in _list_registered():
-        with suppress(DataError, KeyError):  # It is alive, or was killed.
-            return int(read_record(folder / "error.json", {"message": dict})["message"]["errorCode"])
+    folder = _find_folder()
+    for file in sorted(folder.parent.glob("*/error.json")) if folder else ():
+        with suppress(DataError, KeyError):
+            return int(read_record(file, {"message": dict})["message"]["errorCode"])
     return EXIT_BUG
 
 

@@ -50,9 +50,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         """Create the state without a request; ``install`` sets the signal handlers."""
-        self.reason: str | None = None
+        self.reason: str | None
+        self.reset()
         self._parent = os.getppid()
-        self.is_deferred = self.is_reported = self._is_installed = self._is_closed = self._has_raised = False
+        self.is_deferred = self.is_reported = self._is_installed = False
+
+    def reset(self) -> None:
+        """Forget an earlier run of this process, whose stop request and end do not concern the next one."""
+        self.reason, self._is_closed, self._has_raised = None, False, False
 
     def install(self) -> None:
         """Install the signal handlers; does nothing outside the main thread."""
@@ -96,10 +101,10 @@ class StopRequest:
         """Raise on a request inside ``deferred``, for waits that may be longer than the grace time.
 
         Raises:
-            StopPendingError: A request is deferred. The handler must agree with the other processes next, as they do
-                when they have finished.
+            StopPendingError: A request is deferred, and the handler must agree with the other processes next, as they
+                do when they have finished; or this process is ending, and would wait for this thread.
         """
-        if self.is_deferred and self.reason is not None:
+        if self._is_closed or (self.is_deferred and self.reason is not None):
             raise StopPendingError
 
     def close(self) -> None:

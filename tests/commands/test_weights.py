@@ -136,7 +136,7 @@ def test_output_folder_must_be_empty(merge, tmp_path):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "`hf download ID --local-dir DIR`"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
         (lambda folder: edit(folder, task_type="SEQ_CLS"), "only causal language models are merged"),
         (lambda folder: edit(folder, base_model_name_or_path="nobody/nothing"), "nobody/nothing"),

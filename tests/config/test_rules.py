@@ -263,6 +263,7 @@ COMPATIBLE = {
         "dtype: bfloat16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True",
         "dtype: bfloat16\noptim: adamw_torch_8bit\noptim_args: bf16_stochastic_round = true",
         "dtype: bfloat16\noptim: adamw_bf16_stochastic",
+        "max_steps: -1\nmax_tokens: 1000",
     ],
     "sft": [
         "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\nmax_length: 64",

@@ -576,10 +576,13 @@ STOP = PreemptedError("SIGTERM")
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), STOP, OSError(28, "disk full"), DataError()])
 def test_failed_task_cancels_pending_tasks(error, monkeypatch):
+    """A signal also ends the running ones: the Ctrl-C of a terminal does not reach the workers."""
+
     class Pool:
         """Executor whose first task fails and whose other tasks stay pending."""
 
         def submit(self, function, *arguments):
+            assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # Inherited by a worker.
             future = Future()
             if arguments[1] == 0:
                 future.set_exception(error)
@@ -593,4 +596,5 @@ def test_failed_task_cancels_pending_tasks(error, monkeypatch):
     with pytest.raises(type(error)):
         list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
     assert pool.is_cancelled
-    assert ended == [1] * (error is STOP)
+    assert ended == [1] * (not isinstance(error, Exception))
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

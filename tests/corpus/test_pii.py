@@ -18,6 +18,7 @@ from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
 FOUND = [
     ("email", "ada.lovelace+x@mail.example.co.uk"),
     ("email", "a@b.co"),
+    ("email", "sean.o'brien@b.co"),
     ("email", "a@2x.co"),
     ("email", "jörg.müller@bäckerei-müller.de"),
     ("email", "анна@почта.рф"),
@@ -46,7 +47,17 @@ FOUND = [
     ("api_token", "?key=AbCd12%2F+z="),
 ]
 LEFT = [
-    *("10.0.0.1", "192.168.1.1", "127.0.0.1", "999.1.1.1", "1.2.3.4.5", "v8.8.8.8", "std::vector", "12:30:45"),
+    *(
+        "10.0.0.1",
+        "192.168.1.1",
+        "127.0.0.1",
+        "999.1.1.1",
+        "1.2.3.4.5",
+        "v8.8.8.8",
+        "Version 8.2.4.44",
+        "std::vector",
+        "12:30:45",
+    ),
     *("4111 1111 1111 1112", "1234567890123456", "0000 0000 0000 0000", "3.14159265358979"),
     "4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1",
     *("GB82WEST12345698765433", "DE89370400440532013001", "XX82WEST12345698765432", "AB12"),

@@ -88,7 +88,7 @@ def test_prompt_is_text_before_last_answer(layout: Any) -> None:
         {"input_ids": [9, 8, 7, 6, 5, 4, 3, 2], "loss_mask": [1, 1, 0, 0, 1, 1, 0, 1], "seq_lengths": [6, 2]},
         {"input_ids": [1, 2, 3, 1, 1], "loss_mask": [0, 0, 0, 0, 1], "seq_lengths": [3, 2]},
     ]
-    batch = PackedCollator(pad_token_id=1, layout=layout, pad_to_multiple_of=12)(rows)
+    batch = PackedCollator(pad_token_id=1, layout=layout)(rows)
     questions = list(read_questions(batch))
     assert [question.prompt.tolist() for question in questions] == [[9, 8, 7, 6], [3], [1]]
     assert [question.row for question in questions] == ([0, 0, 1] if layout == "rows" else [0, 0, 0])
@@ -251,7 +251,7 @@ def test_preemption_during_sampling_stops_and_resumes(tiny_model_dir, student_di
     with pytest.raises(PreemptedError, match="stopped after step 1; checkpoint-1 is complete"):
         stopped.train()
     monkeypatch.undo()
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     assert len(calls) == stopped.args.gradient_accumulation_steps, (
         "sampling stops at the first token of each micro-batch"
     )

@@ -275,7 +275,7 @@ def run_in_turn(jobs: Mapping[str, Job], output_dir: Path) -> dict[str, Any]:
         if codes[name] == EXIT_PREEMPTED:
             from recipes_lib.stopping import STOP
 
-            STOP.reason, STOP._is_closed = None, False
+            STOP.reset()
             codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
             continue
         # An injected divergence ends all ranks alike.

@@ -151,7 +151,6 @@ def test_judge_prompt_keeps_answers_as_text_in_order() -> None:
     [
         ("user: x", "no verdicts"),
         ("user: x\nverdicts: {'[[A]]': left}", "no verdicts"),
-        ("user: x\nverdicts: {1: first}", "no verdicts"),
         ("user: x\nverdicts: {'': first}", "no verdicts"),
         ("user: x\nverdicts: {A: [first]}", "no verdicts"),
         ("verdicts: {'[[A]]': first}", "has no prompt"),

@@ -135,7 +135,13 @@ def test_keys_without_value_are_unset_and_a_sweep_may_have_one_value(tmp_path: P
     text = "output_dir: null\nstages: {a: {run: x, config: null, output: null, needs: null, matrix: {seed: 0}}}"
     (stage,) = read(tmp_path, text).stages
     assert (stage.words, stage.output) == (["x", "--seed", "0"], tmp_path / "out" / "a-1")
-    assert load_pipeline(tmp_path / "p.yaml").output_dir == Path("runs")
+    assert load_pipeline(tmp_path / "p.yaml").output_dir == Path("runs/p")  # Two files do not share a folder.
+
+
+def test_names_are_read_as_written(tmp_path: Path) -> None:
+    """YAML 1.1 would read all of these names as one key, ``True``."""
+    stages = read(tmp_path, "stages: {yes: {run: a}, on: {run: b, needs: ['yes']}, 1: {run: c}}").stages
+    assert [stage.name for stage in stages] == ["yes", "on", "1"]
 
 
 def test_config_next_to_pipeline_suggests_here_reference(tmp_path: Path) -> None:
@@ -268,6 +274,7 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a: {run: x}}\nenvironment: {A B: 1}", "environment.A B: is not a name of an environment variable"),
         ("stages: {a: {run: 'make && ls'}}", "a.run: has &&, and is not run by a shell"),
         ("stages: {pipeline.json: {run: x}}", "pipeline.json, which belongs to the pipeline"),
+        ("stages: {a: {run: x, output: '${output_dir}/b/../jobs'}}", "jobs, which belongs to the pipeline"),
         ("stages: {a: {run: x, output: '${output_dir}/index.html'}}", "index.html, which belongs to the pipeline"),
         ("stages: {a: {run: x}}\nenvironment: {DATA: '${here}/data'}", "environment.DATA: is '${here}/data'"),
         ("stages: {a: {run: !!python/none x}}", "p.yaml:1: the value has the YAML tag !!python/none"),

@@ -492,7 +492,7 @@ def test_new_model_replaces_older_one_and_keeps_user_files(hub, run, publish):
     shards = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     files = hub.repositories["me/mine"].branches["main"][-1].files
     older = {*shards, "model.safetensors.index.json", "adapter_config.json", "reward_scale.json"}
-    older |= {"tokenizer.model", "chat_template.jinja", "additional_chat_templates/rag.jinja"}
+    older |= {"tokenizer.model", "additional_chat_templates/rag.jinja", "merge.json", "report/loss.png"}
     own = {"NOTES.md", "notes/config.json"}
     files |= dict.fromkeys(older | own, b"{}")
     finish(run)

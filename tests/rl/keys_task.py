@@ -203,7 +203,7 @@ def train_with_a_stop(flags: list[str], *, is_stopped: bool) -> None:
     with contextlib.suppress(PreemptedError):
         train(flags)
     GenerateBackend.generate = generate  # type: ignore[method-assign]
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     train(flags)
 
 

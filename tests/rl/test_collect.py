@@ -227,4 +227,4 @@ def test_stop_request_during_early_sampling_raises_preempted(ahead):
         STOP.request("SIGTERM")
         with pytest.raises(PreemptedError):
             request(raise_if_stop_pending).collect(prompts[:4], range(4))
-        STOP.reason = None
+        STOP.reset()

@@ -112,9 +112,11 @@ def test_failure_on_all_answers_raises(isolated):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
 
 
-def test_stop_request_does_not_wait_for_the_function(monkeypatch):
-    monkeypatch.setattr(STOP, "is_deferred", True)
-    monkeypatch.setattr(STOP, "reason", "SIGTERM")
+@pytest.mark.parametrize("stop", [{"is_deferred": True, "reason": "SIGTERM"}, {"_is_closed": True}])
+def test_stop_request_or_end_does_not_wait_for_the_function(stop, monkeypatch):
+    """``recipes sample-pairs`` is interrupted without training, and its end waits for the threads of the calls."""
+    for name, value in stop.items():
+        monkeypatch.setattr(STOP, name, value)
     with pytest.raises(StopPendingError):
         IsolatedFunction(f"{FAULTY}:length", 600)(completions=["hang"])
 

@@ -93,7 +93,6 @@ def test_ranks_agree_on_stop_at_end_of_gathered_context(sharded, monkeypatch):
 
 def test_stop_request_is_local_if_replicated_and_collective_if_sharded(sharded, monkeypatch):
     monkeypatch.setattr(STOP, "reason", "SIGTERM")
-    monkeypatch.setattr(STOP, "_is_closed", False)
     with pytest.raises(StopPendingError), STOP.deferred():
         beat_between(nn.Linear(2, 2))
     with pytest.raises(PreemptedError), STOP.deferred():

@@ -124,12 +124,6 @@ def test_crashed_run_resumes_bit_identically(straight, policy_dir, prompts_file,
     assert any(not torch.equal(first[key], last[key]) for key in first)
 
 
-@pytest.fixture(autouse=True)
-def no_stop_request(monkeypatch):
-    monkeypatch.setattr(STOP, "reason", None)
-    monkeypatch.setattr(STOP, "_is_closed", False)
-
-
 def stop_at_call(monkeypatch, owner, name, call):
     """Send a stop request before one call of a function, counted from 1."""
     function, calls = getattr(owner, name), []
@@ -198,7 +192,7 @@ def test_stop_request_saves_last_iteration_and_resumes_bit_identically(
     num_scored = calls.count("score")
     assert (num_scored, len(calls) - num_scored) == ABANDONED.get(phase, (num_scored, len(calls) - num_scored))
     assert list_checkpoints(tmp_path)[0][0] == step
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     keys_task.train(flags)
     assert_same_run(straight, tmp_path)
 

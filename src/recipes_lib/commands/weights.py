@@ -304,7 +304,10 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     """
     path = folder / "adapter_config.json"
     if not path.is_file():
-        remedy = "name the output directory of a run that trained an adapter"
+        remedy = (
+            "name the output directory of a run that trained an adapter; one of the Hub is first downloaded by "
+            "`hf download ID --local-dir DIR`"
+        )
         raise ConfigError(Problem("--adapter", f"{folder} holds no adapter_config.json", remedy))
     fields = {"task_type": str | None, "base_model_name_or_path": str | None}
     settings = {"revision": None, **read_record(path, fields)}

@@ -95,9 +95,10 @@ def find_problems(flags: Flags, options: argparse.Namespace, recipe: str = "") -
             continue
         if recipe not in rules.get("recipes", [recipe]):
             yield Problem(f"--{name}", f"is only for {', '.join(rules['recipes'])}", rules["remedy"])
-        if (needed := rules.get("with")) and given.keys().isdisjoint(needed):
+        excluded = [other for other in rules.get("without", ()) if other in given]
+        if (needed := rules.get("with")) and given.keys().isdisjoint(needed) and not excluded:
             yield Problem(f"--{name}", f"needs --{' or --'.join(needed)}", "write it too, or remove this one")
-        for other in filter(given.__contains__, rules.get("without", ())):
+        for other in excluded:
             yield Problem(f"--{name}", f"excludes --{other}", "remove one of them")
         for wanted in rules.get("range", ()):
             if not (math.isfinite(value) and holds(wanted, value)):

@@ -227,7 +227,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Loader with the integers of YAML 1.2: ``010``, ``12:30:00`` and ``2024_01_31`` are texts."""
+    """Loader with the integers of YAML 1.2: ``010``, ``12:30:00`` and ``2024_01_31`` are texts. Keys are texts too."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping with the keys as written: ``yes``, ``on`` and ``1`` would be one key in YAML 1.1."""
+        for key, _ in node.value:
+            key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
 
 
 _PlainLoader.add_constructor(

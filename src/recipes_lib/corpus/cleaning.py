@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.environment import find_versions
-from recipes_lib.errors import ConfigError, DataError, PreemptedError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
 from recipes_lib.quantities import pluralize
@@ -403,7 +404,10 @@ def _run_tasks(
             run_task(executor, rank)
             yield
         return
+    # Workers inherit the mask: a terminal sends Ctrl-C to them too, and each would print a traceback, or miss it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     futures = [pool.submit(run_task, executor, rank) for executor, rank in tasks]
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         for future in as_completed(futures):
             future.result()
@@ -413,7 +417,7 @@ def _run_tasks(
         remedy = "lower `workers`, and run again: completed tasks are kept"
         raise ConfigError(Problem("workers", found, remedy)) from error
     except BaseException as error:
-        if isinstance(error, PreemptedError):  # Unlike the Ctrl-C of a terminal, it has not reached the workers.
+        if not isinstance(error, Exception):  # A signal, which has not reached the workers.
             for worker in active_children():
                 worker.terminate()
         # Cancel pending tasks: closing the pool would run all of them, for hours after Ctrl-C.

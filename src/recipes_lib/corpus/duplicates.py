@@ -10,11 +10,9 @@ letters, combining marks, digits and underscores, case-insensitive; in scripts w
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import itertools
-import os
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,14 +103,8 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    try:
-        with atomic_file(path, is_shared=True) as partial, partial.open("wb") as file:
-            np.save(file, array)
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        # numpy reports a full disk as "N requested and M written", without an error number.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+    with atomic_file(path, is_shared=True) as partial, partial.open("wb") as file:
+        np.save(file, array)
 
 
 def _array_path(folder: Path, rank: int, name: str) -> Path:

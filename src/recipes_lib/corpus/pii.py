@@ -110,7 +110,8 @@ def _is_ssn(text: str) -> bool:
 # Addresses can have letters of any script (RFC 6531). Latin, Greek and Cyrillic ones are matched; in scripts without
 # spaces, it is not known where an address begins.
 _LETTERS: Final = "A-Za-z\u00c0-\u024f\u0370-\u052f"
-# Not the other characters of RFC 5322: in code, Markdown and URLs, they stand before an address or a decorator.
+# Not the other characters of RFC 5322: in code, Markdown and URLs, they stand before an address or a decorator. An
+# apostrophe only as in o'brien.
 _LOCAL: Final = rf"{_LETTERS}0-9.%+_-"
 # Only ASCII letters and digits around a finding make it part of a longer word: in Chinese, Japanese and Korean, words
 # follow an address or number without a space.
@@ -130,7 +131,7 @@ PATTERNS: Final = (
         "email",
         # The local part is bounded and starts at the first character of a run: a megabyte without @ takes linear time.
         re.compile(
-            rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
+            rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}(?:(?<=[oO])'[{_LETTERS}][{_LOCAL}]{{0,63}})?@"
             r"(?![\d.]{1,3}x\.(?:png|jpe?g|gif|webp|avif)(?a:\b))"  # Images for dense screens: logo@2x.png.
             rf"(?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?\.){{1,8}}"
             rf"(?:[{_LETTERS}]{{2,24}}|xn--[a-z0-9-]{{1,59}})(?!(?a:[\w-]))"
@@ -165,7 +166,10 @@ PATTERNS: Final = (
         _whole(_is_phone),
     ),
     Pattern(
-        "ip", re.compile(r"\d(?<!(?a:[\w.])\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"), _whole(_is_public_ip), (".",)
+        "ip",  # Not `Version 8.2.4.44`.
+        re.compile(r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease) \d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"),
+        _whole(_is_public_ip),
+        (".",),
     ),
     Pattern(
         "ip",

@@ -161,9 +161,9 @@ class PromptedJudge:
     def _load_pairwise(self) -> dict[str, Any]:
         found = load_prompt_file(self.pairwise, {**_TEMPLATE_FIELDS, "verdicts": dict})
         outcomes, verdicts = ("first", "second", "tie"), found["verdicts"] or {}
-        is_valid = all(isinstance(mark, str) and mark and verdict in outcomes for mark, verdict in verdicts.items())
+        is_valid = all(mark and verdict in outcomes for mark, verdict in verdicts.items())
         if not found["user"] or not verdicts or not is_valid:
-            remedy = f"write `user`, and `verdicts` from marks, which are texts, to {', '.join(outcomes)}"
+            remedy = f"write `user`, and `verdicts` from marks to {', '.join(outcomes)}"
             raise ConfigError(Problem(str(self.pairwise), "has no prompt, or no verdicts", remedy))
         return found
 

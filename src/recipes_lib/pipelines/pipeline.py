@@ -113,7 +113,7 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
         raise ConfigError(Problem(str(path), "has no mapping `stages`", remedy))
     reader = _Reader(path)
     reader.has_shape(str(path), document, "pipeline")
-    text = output_dir or str(document.get("output_dir") or "runs")
+    text = output_dir or str(document.get("output_dir") or f"runs/{path.stem}")
     if VARIABLE.search(text):
         reader.problems.append(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
     folder = Path(expand_home(text))
@@ -155,7 +155,7 @@ class _Reader:
 
     def read_environment(self, entries: Any) -> dict[str, str]:
         """Parse ``environment``, if it is a mapping; problems are added to ``self.problems``."""
-        environment = {str(name): _write(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
+        environment = {name: _write(value) for name, value in entries.items()} if isinstance(entries, dict) else {}
         for name, value in environment.items():
             where = f"{self.path}: environment.{name}"
             if not _VARIABLE_NAME.fullmatch(name):
@@ -168,7 +168,7 @@ class _Reader:
 
     def read(self, entries: Mapping[str, Any], folder: Path) -> list[Stage]:
         """Parse all entries of ``stages`` in order; problems are added to ``self.problems``."""
-        self.entries = {str(name) for name in entries}
+        self.entries = set(entries)
         self.known |= {
             "output_dir": _Known(str(folder), "${output_dir}"),
             "here": _Known(str(self.path.resolve().parent), "${here}"),
@@ -179,9 +179,9 @@ class _Reader:
             if isinstance(entry, Mapping) and entry.get("rounds") is not None:
                 before = len(stages)
                 stages += self._read_rounds(where, entry, folder)
-                self.groups[str(name)] = [stage.name for stage in stages[before:]]
+                self.groups[name] = [stage.name for stage in stages[before:]]
             else:
-                stages += self._read_stage(str(name), where, entry, folder)
+                stages += self._read_stage(name, where, entry, folder)
         return stages
 
     def _read_rounds(self, where: str, entry: Mapping[str, Any], folder: Path) -> Iterator[Stage]:
@@ -192,17 +192,17 @@ class _Reader:
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
             self._refuse(where, "is not a number of rounds with stages", remedy)
             for name in inner or ():
-                self._remember(str(name), [])
+                self._remember(name, [])
             return
         for name, start in (entry.get("start") or {}).items():
             if name not in inner:  # It would be the same in every round.
                 found = f"`start` has {name!r}, which is no stage of the loop"
-                self._refuse(where, found, f"name {' or '.join(map(str, inner))}")
+                self._refuse(where, found, f"name {' or '.join(inner)}")
             self.known[f"{name}.previous"] = self._resolve(where, _write(start))
         for number in range(1, entry["rounds"] + 1):
             self.known["round"] = _Known(str(number), str(number))
             for name, stage in inner.items():
-                yield from self._read_stage(str(name), f"{where}.{name}", stage, folder, f"-{number}")
+                yield from self._read_stage(name, f"{where}.{name}", stage, folder, f"-{number}")
             for name in inner:
                 # A sweep has several outputs, none of which is the previous one.
                 self.known.pop(f"{name}.previous", None)
@@ -306,7 +306,7 @@ class _Reader:
         if not output.name or folder.resolve().is_relative_to(output.resolve()):
             found = f"is {str(output)!r}, which holds the outputs of all stages"
             self._refuse(f"{where}.output", found, f"write {_KEYS['stage']['output']['example']}")
-        if output.parent == folder and output.name in _RESERVED:
+        if output.resolve().parent == folder.resolve() and output.name in _RESERVED:
             found = f"writes {output}, which belongs to the pipeline"
             self._refuse(where, found, "rename the stage, or give it another `output`")
         if name in self.outputs.values():
@@ -324,7 +324,7 @@ class _Reader:
             yield from known.get(str(need), [])
 
     def _read_gates(self, where: str, entry: Mapping[str, Any]) -> dict[str, str]:
-        require = {str(key): str(value) for key, value in (entry.get("require") or {}).items()}
+        require = {key: str(value) for key, value in (entry.get("require") or {}).items()}
         for figure, wanted in require.items():
             place = f"{where}.require.{figure}"
             stage, _, rest = figure.partition(".")

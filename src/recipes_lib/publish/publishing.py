@@ -55,9 +55,10 @@ PAUSE_SECONDS: Final = 120.0
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 """Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
-_OF_ONE_MODEL: Final = ("*.safetensors*", *MODEL_FILES, f"{TEMPLATES}/*.jinja")
+_OF_ONE_MODEL: Final = ("*.safetensors*", *MODEL_FILES, f"{TEMPLATES}/*.jinja", *RECORDS[1:], CHART)
 """Patterns of files that are deleted with their model: transformers would load a merged model beside the
-``adapter_config.json`` of its adapter as the base, and llama.cpp the ``tokenizer.model`` of an older one."""
+``adapter_config.json`` of its adapter as the base, and llama.cpp the ``tokenizer.model`` of an older one. Not the card,
+which may be the user's."""
 
 
 class DamagedError(Exception):

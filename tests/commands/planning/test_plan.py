@@ -149,7 +149,8 @@ def test_failure_times_must_be_finite_and_positive(plan, flag, value) -> None:
     values = {"save_seconds": "60"} | {flag: value}
     flags = [f"--{name}={value}" for name, value in values.items()]
     assert f"--{flag}: is {float(value):g}" in plan("--gpu", "H100", *flags, code=2)
-    assert "--save_seconds: needs --gpu" in plan(*flags, code=2)
+    assert "--save_seconds: needs --gpu\n" in plan(*flags, code=2)
+    assert "--save_seconds: needs" not in plan("--gpus", "2xH100", *flags, code=2), "--gpus excludes --gpu"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
     assert not (tmp_path / "law.json").exists()
 
 
+def test_run_that_is_named_twice_counts_once(runs, scale, tmp_path) -> None:
+    law = ["--output", tmp_path / "law.json"]
+    assert scale("fit", *runs, *runs[:3], *law) == scale("fit", *runs, *law)
+
+
 def test_held_out_and_training_losses_are_not_mixed(runs, scale, tmp_path) -> None:
     write_rows(runs[3] / "metrics.jsonl", [{"kind": "train", "step": 4, "loss": 3.0, "num_tokens": 1e6}])
     output = scale("fit", *runs, "--output", tmp_path / "law.json", code=2)

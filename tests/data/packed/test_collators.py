@@ -39,10 +39,10 @@ def split_padding(num_tokens: int, packs: list[list[int]]) -> list[int]:
 
 
 @settings(max_examples=40)
-@given(packs, st.sampled_from([1, 4, 8]))
-def test_batch_places_tokens_documents_and_targets(packs, multiple):
+@given(packs)
+def test_batch_places_tokens_documents_and_targets(packs):
     rows = rows_of(packs)
-    batch = PackedCollator(pad_token_id=PAD, pad_to_multiple_of=multiple)(rows)
+    batch = PackedCollator(pad_token_id=PAD)(rows)
     length = batch["input_ids"].shape[1]
     assert batch.pop("num_tokens") == sum(map(sum, packs))
     assert batch.pop("row_ids").tolist() == [number for lengths in packs for number in range(len(lengths))]
@@ -50,8 +50,7 @@ def test_batch_places_tokens_documents_and_targets(packs, multiple):
     assert batch.pop("token_mask").tolist() == is_real
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     assert all(tensor.dtype == torch.int64 and tensor.shape == (len(rows), length) for tensor in batch.values())
-    assert length % multiple == 0
-    assert length - multiple < max(map(sum, packs)) <= length
+    assert length == max(map(sum, packs))
     for at, (row, lengths) in enumerate(zip(rows, packs, strict=True)):
         padded = split_padding(length - sum(lengths), packs)
         positions = [position for n in (*lengths, *padded) for position in range(n)]
@@ -92,21 +91,10 @@ def test_flat_layout_agrees_with_transformers(packs):
     assert batch["max_length_q"] == batch["max_length_k"] == expected["max_length_q"]
 
 
-@settings(max_examples=40)
-@given(packs)
-def test_flat_padding_is_documents_within_max_length(packs):
-    batch = PackedCollator(pad_token_id=PAD, layout="flat", pad_to_multiple_of=8)(rows_of(packs))
-    total = sum(map(sum, packs))
-    lengths = [length for pack in packs for length in pack] + split_padding(-total % 8, packs)
-    assert batch["cu_seq_lens_q"].tolist() == np.cumsum([0, *lengths]).tolist()
-    assert batch["max_length_q"] == max(lengths)
-    assert batch["input_ids"].shape == (1, sum(lengths))
-
-
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_empty_rows_give_empty_batch(layout):
     empty = {"input_ids": np.zeros(0, np.uint32), "loss_mask": np.zeros(0, np.bool_), "seq_lengths": np.zeros(0, int)}
-    batch = PackedCollator(pad_token_id=PAD, layout=layout, pad_to_multiple_of=8)([empty, empty])
+    batch = PackedCollator(pad_token_id=PAD, layout=layout)([empty, empty])
     assert batch["num_tokens"] == 0
     for name in ("input_ids", "labels", "position_ids"):
         assert batch[name].dtype == torch.int64
@@ -120,7 +108,7 @@ def test_packed_logits_equal_single_document_logits(tiny_model_dir, attention):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, attn_implementation=attention).eval()
     packs = [[5, 9, 3], [4, 8]]
     rows = rows_of(packs)
-    batch = PackedCollator(pad_token_id=PAD, pad_to_multiple_of=8)(rows)
+    batch = PackedCollator(pad_token_id=PAD)(rows)
     with torch.no_grad():
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         packed = model(**inputs, use_cache=False).logits

@@ -194,6 +194,14 @@ def test_named_pipe_is_ignored(tmp_path: Path) -> None:
     assert list(load_files(tmp_path, "data", "train").files) == ["data/a.jsonl"]
 
 
+def test_files_of_unknown_kinds_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.jsonl", "b/c.jsonl.zip", "_SUCCESS", "report.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [list(load_files(tmp_path, "rows", "train").files) for _ in range(2)] == [["rows/a.jsonl"]] * 2
+    assert caplog.messages == ["rows: files of unknown kinds are ignored: _SUCCESS, b/c.jsonl.zip"]
+
+
 def test_broken_link_is_located_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").symlink_to("a.jsonl")
     with pytest.raises(DataError) as caught:

@@ -77,6 +77,17 @@ def test_wrapped_json_list_rows_equal_elements(wrapper: str, indent: int | None)
     assert columns(read(json.dumps(content, indent=indent).encode())) == [{"text": "a"}, {"text": "b"}]
 
 
+@pytest.mark.parametrize("may_be_document", [True, False])
+@pytest.mark.parametrize(("start", "between", "end"), [("[", ",\n", "]"), ("", "\n", ""), ("", "\r\n", "\n")])
+def test_row_may_be_a_list_of_messages(start: str, between: str, end: str, may_be_document: bool) -> None:
+    chats = [
+        [{"role": "user", "content": "]\n["}, {"role": "assistant", "content": str(number)}] for number in range(3)
+    ]
+    text = start + between.join(map(json.dumps, chats)) + end
+    found = columns(read(text.encode(), may_be_document=may_be_document))
+    assert found == [{"messages": chat} for chat in chats]
+
+
 def test_single_json_object_is_one_row() -> None:
     row = {"messages": [{"role": "user", "content": "a"}]}
     assert columns(read(json.dumps(row, indent=2).encode())) == [row]

@@ -140,7 +140,7 @@ def test_batches_are_equal_with_workers(sources, context):
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_collator_accepts_rows_and_placeholders(sources, layout):
     dataset = build(sources, [0, 2, 4], full=4)
-    collate = PackedCollator(pad_token_id=0, layout=layout, pad_to_multiple_of=8)
+    collate = PackedCollator(pad_token_id=0, layout=layout)
     empty, full = collate(dataset.__getitems__([0, 1])), collate(dataset.__getitems__([2, 3]))
     assert (int(empty["num_tokens"]), empty["input_ids"].numel()) == (0, 0)
     assert (int(full["num_tokens"]), full["input_ids"].numel()) == (2 * LENGTH, 2 * LENGTH)

@@ -25,12 +25,6 @@ from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopp
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
 
 
-@pytest.fixture(autouse=True)
-def reset_stop_request(monkeypatch):
-    monkeypatch.setattr(STOP, "reason", None)
-    monkeypatch.setattr(STOP, "_is_closed", False)
-
-
 def read_rows_until_stop(rank: int, stops_after: dict[int, int]) -> list[Any]:
     """Read the rows of a rank until the end or a stop, which ranks request after ``stops_after`` rows."""
     read: list[Any] = []
@@ -49,7 +43,7 @@ def run_process(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = []
     for stops_after in ({}, {0: 4}, {1: 2}, {0: 2, 1: 2}):
-        STOP.reason = None
+        STOP.reset()
         STOP.is_deferred = True
         results.append(read_rows_until_stop(rank, stops_after))
     (folder / f"{rank}.json").write_text(json.dumps(results))
@@ -126,7 +120,7 @@ def test_interrupted_evaluation_is_repeated_on_resume(tiny_model_dir, tmp_path, 
     stopped, first = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[Hook(stop_at=step)], **keys)
     with pytest.raises(PreemptedError, match=f"SIGTERM: stopped after step {step}; checkpoint-{step} is complete"):
         stopped.train()
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     hook = Hook()
     resumed, second = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
@@ -171,7 +165,7 @@ def test_repeated_evaluation_stops_early(tiny_model_dir, tmp_path):
 
     with pytest.raises(PreemptedError, match="stopped after step 3"):
         make_stopping(Hook(stop_at=3)).train()
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     resumed = make_stopping(hook := Hook())
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert hook.steps == [3]
@@ -202,7 +196,7 @@ def test_stop_between_epochs_saves_rng_state_of_last_step(tiny_model_dir, tmp_pa
     recorder.on_epoch_end = lambda *_, **__: STOP.request("SIGTERM")
     with pytest.raises(PreemptedError, match=f"checkpoint-{steps_per_epoch} is complete"):
         stopped.train()
-    STOP.reason, STOP._is_closed = None, False
+    STOP.reset()
     resumed, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps_per_epoch}"))
     assert_equal_weights(weights_of(uninterrupted), weights_of(resumed))

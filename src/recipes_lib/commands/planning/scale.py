@@ -209,7 +209,9 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 
 def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems, read = list[Run](), list[Problem](), dict[Path, object]()
-    for folder in options.runs:
+    # A run counts once, also if it is named twice, as by a pattern and by its name.
+    folders = list({folder.resolve(): folder for folder in options.runs}.values())
+    for folder in folders:
         try:
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
             read[folder] = _read_tokenizer(folder)
@@ -222,7 +224,7 @@ def _fit_runs(options: argparse.Namespace) -> Iterator[Row]:
             problems.append(Problem(str(folder), found, "name runs with the same tokenizer"))
     if problems:
         raise DataError(*problems)
-    curves, metric = _read_curves(options.runs)
+    curves, metric = _read_curves(folders)
     fit = scaling.fit_law(runs)
     fit = dataclasses.replace(fit, curve=scaling.fit_curve(fit.law, runs, curves, metric))
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}

@@ -52,14 +52,12 @@ class PackedCollator:
         pad_token_id: Token id of padding.
         layout: ``rows`` for one batch row per pack, for sdpa and eager attention; ``flat`` for all documents in one
             row, for variable-length kernels.
-        pad_to_multiple_of: Multiple to which the length of rows is rounded up.
 
     Source: transformers ``masking_utils.find_packed_sequence_indices``; ``tests/data/packed/test_collators.py``.
     """
 
     pad_token_id: int
     layout: Layout = "rows"
-    pad_to_multiple_of: int = 1
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Build the batch of B packs.
@@ -69,8 +67,8 @@ class PackedCollator:
                 of the documents, which sum to T; optionally ``row_ids``. Other columns are ignored.
 
         Returns:
-            Tensors of shape ``(B, L)``, L being the length of the longest pack, rounded up; in the ``flat`` layout of
-            shape ``(1, L)``, L being the sum of the lengths, rounded up:
+            Tensors of shape ``(B, L)``, L being the length of the longest pack; in the ``flat`` layout of shape
+            ``(1, L)``, L being the sum of the lengths:
 
             - ``input_ids`` and ``position_ids``, ``int64``.
             - ``labels``, ``int64``: ``IGNORE_INDEX`` at tokens that are not targets, at the first token of every
@@ -78,15 +76,14 @@ class PackedCollator:
             - ``token_mask``, ``bool``: True at tokens that are not padding.
 
             Also ``num_tokens``, an ``int64`` scalar, the number of tokens without padding; and ``row_ids`` of all
-            documents, a numpy array, so that it is not moved to the device. The ``flat`` layout has the entries of
-            ``build_bounds``, in which padding counts as a document.
+            documents, a numpy array, so that it is not moved to the device. The ``flat`` layout, which has no padding,
+            has the entries of ``build_bounds``.
         """
         numbers = {"row_ids": np.concatenate([row["row_ids"] for row in rows])} if "row_ids" in rows[0] else {}
         sizes = np.array([len(row["input_ids"]) for row in rows])
         if self.layout == "rows":
             return {**self._fill(rows, sizes), **numbers}
         batch = self._fill(rows, sizes.sum(keepdims=True))
-        # Padding starts at position 0 as well, so that it is a document to the kernel.
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
         return {**batch, **numbers, **build_bounds(np.append(starts, batch["position_ids"].shape[1]))}
 
@@ -96,7 +93,7 @@ class PackedCollator:
         # uint32 in the prepared set; torch's embedding accepts only int32 and int64.
         ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
         lengths = joined["seq_lengths"].astype(np.int64)
-        columns = np.arange(-(-sizes.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of)
+        columns = np.arange(sizes.max())
         is_real = columns < sizes[:, None]
         input_ids = np.full(is_real.shape, self.pad_token_id, np.int64)
         labels = np.full(is_real.shape, IGNORE_INDEX, np.int64)

@@ -148,6 +148,8 @@ Line = tuple[int, str]
 def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iterator[Entry]:
     """Yield the rows of a JSON file: an array, one object per line, or one document; its first bytes decide.
 
+    A row may be a list of messages, without a column.
+
     Args:
         file: The opened file.
         name: Name of the file in errors.
@@ -157,7 +159,9 @@ def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iter
     Raises:
         DataError: The file cannot be read further.
     """
-    if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+    # No JSON document has a line end between brackets, so that these are lines with an array each.
+    if start.startswith(b"[") and not re.search(rb"\]\r?\n\[", start):
         yield from _read_array(file, name)
         return
     lines: Iterator[Line] = enumerate_lines(file, name)
@@ -259,6 +263,8 @@ def _is_document(head: list[Line]) -> bool:
 def _to_entry(value: object, where: str, index: int) -> Entry:
     if isinstance(value, dict):
         return RawRow(where, index, value)
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return RawRow(where, index, {"messages": value})
     return Problem(where, f"the row is {describe(value)}, not an object", "write each row as {column: value}")
 
 

@@ -59,23 +59,23 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
             differ, or one is of ZeRO-3.
     """
     engine, world_size = record.get("engine", ""), record.get("world_size", launch.world_size)
+    # Only ZeRO-3 splits the weights over files of the ranks.
+    is_split = any(re.search(r"zero_pp_rank_\d+_.*model_states", file) for file in record.get("files", ()))
     if engine != launch.engine and "DEEPSPEED" in (engine, launch.engine):
         found = f"was written under {engine or 'no sharding engine'} and this launch is {launch.engine or 'plain'}"
-        raise ConfigError(Problem(name, found, "start with the launch file that the run was started with"))
-    if engine == "DEEPSPEED" and world_size != launch.world_size:
+    elif engine == "DEEPSPEED" and world_size != launch.world_size:
         found = (
             f"is split over {world_size} processes and this launch has {launch.world_size}: DeepSpeed reads its "
             "optimizer states back only with the same number"
         )
-        raise ConfigError(
-            Problem(name, found, f"start {world_size} processes, or train under DDP or FSDP, which resume with any")
-        )
-    # Only ZeRO-3 splits the weights over files of the ranks.
-    is_split = any(re.search(r"zero_pp_rank_\d+_.*model_states", file) for file in record.get("files", ()))
-    if engine == "DEEPSPEED" and is_split != (launch.layout.zero_stage == 3):
-        found = f"was written under {'ZeRO-3' if is_split else 'ZeRO-1 or 2'}, and this launch is ZeRO-"
-        remedy = "start with the launch file that the run was started with"
-        raise ConfigError(Problem(name, f"{found}{launch.layout.zero_stage}", remedy))
+    elif engine == "DEEPSPEED" and is_split != (launch.layout.zero_stage == 3):
+        stage = launch.layout.zero_stage
+        found = f"was written under {'ZeRO-3' if is_split else 'ZeRO-1 or 2'}, and this launch is ZeRO-{stage}"
+    else:
+        return
+    remedy = "start with the launch file and the number of processes that the run was started with"
+    other = f"start a new run from its weights, which `recipes export .../{name} FOLDER` writes"
+    raise ConfigError(Problem(name, found, f"{remedy}, or {other}"))
 
 
 def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
