@@ -254,6 +254,13 @@ def test_characters_outside_locale_encoding_are_escaped(encoding: str) -> None:
     assert done.stdout == shown + b" \\udcff\n"
 
 
+def test_interpreter_without_docstrings_is_refused() -> None:
+    code = "from recipes_lib.boundary import run_command; raise SystemExit(run_command(lambda: 0))"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, check=False, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("PYTHONOPTIMIZE=2 ")
+
+
 def test_expected_warnings_of_libraries_are_suppressed() -> None:
     code = (
         "import logging, sys; from recipes_lib.boundary import run_command\n"

@@ -124,6 +124,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     error = None
     try:
         with raising_stop_signals():
+            _verify_docstrings()
             code = command() or EXIT_DONE
     except BaseException as raised:
         STOP.close()
@@ -139,6 +140,12 @@ def run_command(command: Callable[[], int | None]) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _verify_docstrings() -> None:
+    if sys.flags.optimize > 1:
+        found = "it removes docstrings, without which transformers cannot be imported"
+        raise ConfigError(Problem("PYTHONOPTIMIZE=2 (python -OO)", found, "unset it, or write 1"))
 
 
 def hide_expected_warnings() -> None:

@@ -109,6 +109,12 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "another process uses the port",
         "set MASTER_PORT to a free port, the same for every process",
     ),
+    # Of gloo and NCCL.
+    "Unable to find address for|Bootstrap : no .*interface found": (
+        "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME",
+        "there is no such network interface",
+        "unset it, or name one of `ip addr` of this machine",
+    ),
     "uncorrectable (ECC|NVLink) error": (
         "GPU",
         "the hardware is faulty",
