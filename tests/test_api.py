@@ -53,11 +53,17 @@ def test_train_returns_finished_run(keys: dict[str, Any], tmp_path: Path) -> Non
     assert load_run(str(tmp_path / "run")).metrics == run.metrics
 
 
-def test_run_after_a_stopped_one_is_not_stopped(keys: dict[str, Any]) -> None:
-    STOP.request("the file STOP")
-    with pytest.raises(PreemptedError), STOP.deferred():
-        pass
-    STOP.close()
+def test_run_after_a_stopped_one_is_not_stopped(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_loss = SFTTrainer.compute_loss
+
+    def compute_and_stop(*arguments: Any, **options: Any) -> Any:
+        STOP.request("the file STOP")
+        return compute_loss(*arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(PreemptedError, match="the file STOP"):
+        patch.setattr(SFTTrainer, "compute_loss", compute_and_stop)
+        train("sft", keys)
+    STOP.raise_if_pending()
     assert train("sft", keys).facts["status"] == "done"
 
 

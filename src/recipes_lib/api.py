@@ -65,7 +65,6 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
     with _ONE_RUN:
-        STOP.reset()
         try:
             with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
                 main(loaded)
@@ -154,6 +153,8 @@ def _preserving_state() -> Iterator[None]:
     # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with ExitStack() as stack:
+        # Its request and its end concern this run only.
+        stack.callback(STOP.reset)
         stack.callback(random.setstate, random.getstate())
         if logging := sys.modules.get("transformers.utils.logging"):
             stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(None))

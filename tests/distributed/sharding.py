@@ -20,6 +20,7 @@ from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
 from recipes_lib.errors import EXIT_BUG, EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
+from recipes_lib.stopping import STOP
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
@@ -128,6 +129,7 @@ def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
+    STOP.reset()
     try:
         # A failed rank exits by ``os._exit``.
         with (
@@ -273,9 +275,6 @@ def run_in_turn(jobs: Mapping[str, Job], output_dir: Path) -> dict[str, Any]:
         with inject(job.get("fault")), saving_on_rank_0_only(), mock.patch.dict(os.environ, job.get("variables", {})):
             codes[name] = run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})
         if codes[name] == EXIT_PREEMPTED:
-            from recipes_lib.stopping import STOP
-
-            STOP.reset()
             codes[name] = [EXIT_PREEMPTED, run_recipe(job["stage"], {**job["keys"], "output_dir": output_dir / name})]
             continue
         # An injected divergence ends all ranks alike.
