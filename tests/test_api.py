@@ -60,9 +60,10 @@ def test_run_after_a_stopped_one_is_not_stopped(keys: dict[str, Any], monkeypatc
         STOP.request("the file STOP")
         return compute_loss(*arguments, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(PreemptedError, match="the file STOP"):
+    with monkeypatch.context() as patch:
         patch.setattr(SFTTrainer, "compute_loss", compute_and_stop)
-        train("sft", keys)
+        with pytest.raises(PreemptedError, match="the file STOP"):
+            train("sft", keys)
     STOP.raise_if_pending()
     assert train("sft", keys).facts["status"] == "done"
 
