@@ -139,8 +139,8 @@ NUM_CANDIDATES: Final = 32
 MAX_STEPS: Final = 10
 """Steps within which every trained tensor must get a gradient."""
 _MIN_STEPS: Final = 3
-"""Length of a shorter run that is checked at its end: a tensor multiplied by a zero-initialised one gets its gradient in
-step 2, or in step 3 after a warmup from 0."""
+"""Length of a shorter run that is checked at its end: a tensor multiplied by a zero-initialised one gets its gradient
+in step 2, or in step 3 after a warmup from 0."""
 UNCHANGED_REMEDY: Final = (
     "raise learning_rate, write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose "
     "another optim"
