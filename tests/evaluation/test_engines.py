@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.models import api_models
+from lm_eval.models.huggingface import HFLM
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
 from tests.evaluation.chat_endpoint import ChatEndpoint
 from tests.evaluation.test_harness import change_config
 from tests.forked import ROOT, Launch, run_script
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.config.evaluation import EvalConfig
@@ -417,6 +418,19 @@ def test_adapter_with_trained_tied_embeddings_keeps_its_padded_vocabulary(model:
     engine = engines.build_engine(config, describe_model(config))
     ids = torch.arange(1, 20)[None]
     torch.testing.assert_close(engine.model(ids).logits, adapted(ids).logits)
+
+
+def test_other_models_are_not_changed_while_one_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, tie_weights, network = HFLM.__init__, PreTrainedModel.tie_weights, AutoModelForCausalLM.from_pretrained(model)
+
+    def check_and_load(self: HFLM, **options: Any) -> None:
+        assert PreTrainedModel.tie_weights is tie_weights
+        load(self, **options)
+
+    monkeypatch.setattr(HFLM, "__init__", check_and_load)
+    for pretrained in (network, str(model)):
+        CheckedModel(pretrained=pretrained, tokenizer=str(model), batch_size=1, device="cpu")
+    assert "tie_weights" not in vars(network)
 
 
 @pytest.mark.parametrize(

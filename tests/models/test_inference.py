@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext, suppress
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,11 +65,14 @@ def test_disable_dropout_makes_training_mode_deterministic(kind, implementation)
 
 
 def test_attributes_are_restored_after_an_error():
-    owner = SimpleNamespace(limit=3)
-    with suppress(ValueError), temporarily(owner, limit=None, log=[]):
-        assert owner == SimpleNamespace(limit=None, log=[])
+    """Those of its class are not copied to the object, in which a bound method of the original would be saved too."""
+    owner = nn.Linear(2, 2)
+    owner.limit = 3
+    before = vars(owner).copy()
+    with suppress(ValueError), temporarily(owner, limit=None, log=[], forward=len):
+        assert (owner.limit, owner.log, owner.forward) == (None, [], len)
         raise ValueError
-    assert owner == SimpleNamespace(limit=3, log=None)
+    assert vars(owner) == before
 
 
 def test_disable_dropout_keeps_other_attributes():

@@ -113,12 +113,12 @@ def test_failure_on_all_answers_raises(isolated):
 
 
 @pytest.mark.parametrize("stop", [{"is_deferred": True, "reason": "SIGTERM"}, {"_is_closed": True}])
-def test_stop_request_or_end_does_not_wait_for_the_function(stop, monkeypatch):
+def test_stop_request_or_end_does_not_wait_for_the_function(stop, isolated, monkeypatch):
     """``recipes sample-pairs`` is interrupted without training, and its end waits for the threads of the calls."""
     for name, value in stop.items():
         monkeypatch.setattr(STOP, name, value)
     with pytest.raises(StopPendingError):
-        IsolatedFunction(f"{FAULTY}:length", 600)(completions=["hang"])
+        isolated(completions=["hang"])
 
 
 def test_error_of_a_judge_is_raised_as_it_is(isolated):

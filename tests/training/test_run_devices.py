@@ -139,12 +139,13 @@ def test_killed_data_loader_worker_is_named(tmp_path):
 def test_key_at_its_default_is_the_same_as_an_unset_one(tmp_path):
     start_run(make_config(tmp_path, weight_decay=0.0), ONE)
     write_checkpoint(tmp_path, 5)
-    for keys in ({}, {"weight_decay": 0.0, "adam_beta2": 0.999}):
+    for keys in ({}, {"weight_decay": 0.0, "adam_beta2": 0.999}, {"use_cpu": False}):
         assert start_run(make_config(tmp_path, **keys), ONE).resume_from
 
 
-def test_switch_that_hardware_decides_is_not_the_same_as_its_default(tmp_path):
+@pytest.mark.parametrize("switch", ["bf16", "fp16", "torch_compile", "use_liger_kernel"])
+def test_switch_that_hardware_or_launch_file_decides_is_not_the_same_as_its_default(tmp_path, switch):
     start_run(make_config(tmp_path), ONE)
     write_checkpoint(tmp_path, 5)
-    with pytest.raises(ConfigError, match="use_liger_kernel was None in the run"):
-        start_run(make_config(tmp_path, use_liger_kernel=False), ONE)
+    with pytest.raises(ConfigError, match=f"{switch} was None in the run"):
+        start_run(make_config(tmp_path, **{switch: False}), ONE)

@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
@@ -50,7 +50,6 @@ _NUM_ATTEMPTS: Final = 6
 """Attempts per request to an endpoint, as for ``Endpoint``; lm-eval limits each to 300 seconds."""
 _REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 """Methods of lm-eval's models that answer requests."""
-_TIE_WEIGHTS: Final = PreTrainedModel.tie_weights
 _TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in generation settings, in lm-eval's order of precedence."""
@@ -274,8 +273,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         Raises:
             ConfigError: The checkpoint or the adapter lacks weights, or the adapter does not fit its base model.
         """
-        # lm-eval ties the weights again; transformers 5.23 fails if an adapter has trained copies of tied embeddings.
-        with temporarily(PreTrainedModel, tie_weights=lambda _: None):
+        given = options["pretrained"]
+        with nullcontext() if isinstance(given, str) else temporarily(given, tie_weights=_leave_ties):
             super().__init__(**options)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
@@ -288,13 +287,13 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         complete = SimpleNamespace(from_pretrained=partial(_load_complete, self.AUTO_MODEL_CLASS))
         # lm-eval would cut the rows of a padded vocabulary from the base of an adapter, and accept one without weights.
         adapter = options.pop("peft", None)
-        with temporarily(self, AUTO_MODEL_CLASS=complete), temporarily(PreTrainedModel, tie_weights=_TIE_WEIGHTS):
+        with temporarily(self, AUTO_MODEL_CLASS=complete):
             super()._create_model(*args, **options)
-            if adapter is None:
-                return
+        if adapter is not None:
             self._model = load_adapter(self._model, adapter, key="model_name_or_path", on_any_base=True)
+        self._model.tie_weights = _leave_ties
         # lm-eval would generate with the stop tokens of the base, which may lack the one that ends a trained turn.
-        if (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
+        if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -322,6 +321,13 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if has_nan and torch.stack(has_nan).any():
             raise _build_logits_error()
         return tokens
+
+
+def _leave_ties() -> None:
+    """Replace ``tie_weights`` of a loaded model, whose weights are tied.
+
+    lm-eval 0.4.13 calls it again, and transformers 5.23 fails if an adapter has trained copies of tied embeddings.
+    """
 
 
 def _drop_suffix(tokenizer: Any) -> None:

@@ -219,15 +219,16 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
 
 @contextmanager
 def temporarily(owner: Any, **values: Any) -> Iterator[None]:
-    """Context in which attributes of an object have other values; one that it lacks is ``None`` afterwards."""
-    before = {name: getattr(owner, name, None) for name in values}
+    """Context in which attributes of an object have other values; those that it did not have itself are removed."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
+        own.update(values)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            own.pop(name, None)  # It would hide the attribute of the class, such as a method.
+        own.update(before)
 
 
 def save_random_states() -> Callable[[], None]:

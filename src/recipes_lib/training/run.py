@@ -101,11 +101,12 @@ _INPUTS: Final = {
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
-    *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path"),
+    *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
-    "ewc_reference",
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
+_SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}
+"""Keys that the hardware or the launch file decides if they are unset, whatever their default."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
 _NUM_SAMPLES: Final = 4096
@@ -587,12 +588,11 @@ def _list_fingerprints(data: Any) -> list[Any]:
 
 
 def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add defaults of keys that one of two configurations lacks, but not of switches that the hardware decides."""
+    """Add defaults of keys that one of two configurations lacks, but not of ``_SWITCHES``."""
     if record.get("stage") != recipe:
         return record, now
-    config, keys = record["config"], load_table(recipe).keys.items()
-    unset = {name: key.default for name, key in keys if key.default is not False or "Unset:" not in key.help}
-    defaults = {name: unset[name] for name in (config.keys() | now.keys()) & unset.keys()}
+    config, keys = record["config"], load_table(recipe).keys
+    defaults = {name: keys[name].default for name in (config.keys() | now.keys()) & (keys.keys() - _SWITCHES)}
     return {**record, "config": {**defaults, **config}}, {**defaults, **now}
 
 

@@ -135,14 +135,14 @@ def run_checks(trainer, num_steps, *, has_no_gradient=lambda name, step: False, 
 
 
 def test_gradient_check_passes_once_all_tensors_were_seen(tiny_model_dir, tmp_path):
-    trainer = make_ready(tiny_model_dir, tmp_path)
+    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
     assert run_checks(trainer, 3) == ["gradients: all 21 trained tensors have one"]
     lines = run_checks(trainer, 9, has_no_gradient=lambda name, step: "lm_head" in name and step < 9)
     assert lines == ["gradients: all 21 trained tensors have one"]
 
 
 def test_gradients_of_adapter_are_required_at_once_except_of_vectors(tiny_model_dir, tmp_path):
-    trainer = make_ready(tiny_model_dir, tmp_path)
+    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
     keys = {"has_adapter": True, "has_no_gradient": lambda name, step: name.endswith("norm.weight")}
     assert run_checks(trainer, 9, **keys) == []
     (line,) = run_checks(trainer, 12, **keys)
@@ -159,12 +159,13 @@ def test_steps_that_fp16_skips_do_not_count(tiny_model_dir, tmp_path):
     assert run_checks(trainer, 12, num_overflows=11) == ["gradients: all 21 trained tensors have one"]
 
 
-def test_lost_gradient_stops_run(tiny_model_dir, tmp_path):
-    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
+@pytest.mark.parametrize(("num_steps", "step"), [(12, 10), (3, 3)])
+def test_lost_gradient_stops_run(tiny_model_dir, tmp_path, num_steps, step):
+    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=num_steps)
     trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(DivergedError, match=r"up to step 10, \d+ of 21 .* \(it has no gradient\)"):
+    with pytest.raises(DivergedError, match=rf"up to step {step}, \d+ of 21 .* \(it has no gradient\)"):
         trainer.train()
-    assert trainer.state.global_step == 9
+    assert trainer.state.global_step == step - 1
 
 
 def stop_optimizer(trainer):

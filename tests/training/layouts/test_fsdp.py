@@ -218,10 +218,13 @@ def test_frozen_model_is_not_registered_for_checkpoints():
     assert not models
 
 
-def test_total_norm_equals_norm_of_concatenation():
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 40_000)])
+def test_total_norm_equals_norm_of_concatenation(dtype, scale):
+    """Also of 16-bit tensors: a norm of their dtype would be rounded, or exceed the largest float16."""
     torch.manual_seed(0)
-    tensors = [torch.randn(3, 4), torch.randn(5)]
-    assert float(compute_total_norm(tensors)) == pytest.approx(float(torch.cat([t.flatten() for t in tensors]).norm()))
+    tensors = [torch.rand(3, 4).mul(scale).to(dtype), torch.rand(5).mul(scale).to(dtype)]
+    expected = torch.cat([tensor.flatten() for tensor in tensors]).double().norm()
+    assert float(compute_total_norm(tensors)) == pytest.approx(float(expected))
 
 
 def test_total_norm_mixes_sharded_and_plain_tensors():

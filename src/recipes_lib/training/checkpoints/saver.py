@@ -452,7 +452,7 @@ class CheckpointSaver:
             if self.is_main:
                 then()
 
-        if self.group if self._engine else self._copies:
+        if self._copies:
             self._writer.submit(job)
         else:
             job()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem, reported_at
 from recipes_lib.models.loading import load_causal_lm
@@ -164,7 +163,7 @@ def find_reference(config: RecipeConfig) -> tuple[str, ModelConfig, Mapping[str,
     keys, model = config.forgetting, config.model
     where = config.locate("ewc_reference" if keys.ewc_reference else "ewc_lambda")
     if keys.ewc_reference is not None:
-        model = replace(model, model_name_or_path=expand_home(keys.ewc_reference), model_revision=None)
+        model = replace(model, model_name_or_path=keys.ewc_reference, model_revision=None)
     if keys.ewc_fisher != "diagonal":
         return where, model, None, ""
     fisher, record = read_fisher(Path(str(model.model_name_or_path)), where)

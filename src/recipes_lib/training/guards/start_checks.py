@@ -137,8 +137,10 @@ times the measured difference, which comes from other kernels for other shapes."
 NUM_CANDIDATES: Final = 32
 """First rows of the dataset, from which the two with the most different lengths are chosen."""
 MAX_STEPS: Final = 10
-"""Steps within which every trained tensor must get a gradient. A tensor multiplied by a zero-initialised one gets it in
-step 2, or in step 3 after a warmup from 0."""
+"""Steps within which every trained tensor must get a gradient."""
+_MIN_STEPS: Final = 3
+"""Length of a shorter run that is checked at its end: a tensor multiplied by a zero-initialised one gets its gradient
+in step 2, or in step 3 after a warmup from 0."""
 UNCHANGED_REMEDY: Final = (
     "raise learning_rate, write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose "
     "another optim"
@@ -208,7 +210,7 @@ class StartChecks(TrainerCallback):
             return
         self._num_steps += 1
         self._faults = {name: fault for name, last in self._faults.items() if (fault := faults.get(name, last))}
-        is_last = self._num_steps == MAX_STEPS
+        is_last = self._num_steps == MAX_STEPS or _MIN_STEPS <= self._num_steps == state.max_steps
         if not self._faults:
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
         elif is_last or self._has_adapter:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from recipes_lib.models.inference import unwrap_adapter
 
@@ -204,9 +204,11 @@ def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the global L2 norm of all tensors over all shards, as a scalar that is not a ``DTensor``."""
+    """Return the global L2 norm of all tensors over all shards, as a ``float32`` scalar that is not a ``DTensor``."""
+    # torch's ``get_total_norm`` has the dtype of the tensors: 8 bits, or in float16 infinity from 65,520.
+    parts = (torch._foreach_norm(group, dtype=torch.float32) for group in _group_by_mesh(tensors))
     # The norm over the groups' norms is the norm over all tensors.
-    norms = [get_full_tensor(get_total_norm(group)) for group in _group_by_mesh(tensors)]
+    norms = [get_full_tensor(torch.linalg.vector_norm(torch.stack(part))) for part in parts]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

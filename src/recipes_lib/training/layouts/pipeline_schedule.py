@@ -224,7 +224,7 @@ class Pipeline(nn.Module):
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm over all stages of each rank's ``tensors``, which exclude copies; all ranks must call."""
         # Stages have different weights: squared norms add up.
-        squares = compute_total_norm(tensors).float().square().to(self._device)
+        squares = compute_total_norm(tensors).square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
 
