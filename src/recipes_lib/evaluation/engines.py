@@ -297,13 +297,11 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts, as ``HFLM`` does."""
-        # Overridden (lm-eval 0.4.13): with several ranks it gathers the number of requests, to pad all ranks to the
-        # same number of batches. Only a sharded model needs that, and it hangs if the cache leaves a rank no request.
-        with temporarily(self, _world_size=1):
-            scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return scores
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value of this rank in the place of every rank's."""
+        # Overridden (lm-eval 0.4.13): ranks agree on the size of batches and pad to the same number of them, which only a
+        # sharded model needs. They would wait for ever for a rank whose answers are all in the cache.
+        return tensor.reshape(-1).repeat(self.world_size)
 
     def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
         # Overridden (lm-eval 0.4.13) to verify the logits, which it does not return.
