@@ -301,8 +301,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value of this rank in the place of every rank's."""
-        # Overridden (lm-eval 0.4.13): ranks agree on the size of batches and pad to the same number of them, which only a
-        # sharded model needs. They would wait for ever for a rank whose answers are all in the cache.
+        # Overridden (lm-eval 0.4.13): ranks agree on the size of batches and pad to the same number of them, which only
+        # a sharded model needs. They would wait for ever for a rank whose answers are all in the cache.
         return tensor.reshape(-1).repeat(self.world_size)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
