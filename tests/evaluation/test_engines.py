@@ -267,7 +267,8 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
 
         with monkeypatch.context() as patched:
             patched.setattr(CheckedModel, "__init__", init_as_rank)
-            patched.setattr(CheckedModel, "all_gather", lambda _, number: torch.tensor([number, number]))
+            # As on a GPU, where lm-eval searches the batch size.
+            patched.setattr(engines, "_CPU_BATCH", "auto")
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
             patched.setattr(engines, "_open", record_file)
@@ -283,6 +284,22 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4
     assert calls == [8, 8]
+
+
+def test_batch_size_is_searched_with_rows_of_the_longest_request(model, tasks, tmp_path, monkeypatch) -> None:
+    """Not with rows of all positions, of which a GPU may hold one or none."""
+    change_config(model, max_position_embeddings=1024)
+    monkeypatch.setattr(engines, "_CPU_BATCH", "auto")
+    widths, compute = [], CheckedModel._model_call
+
+    def record(self: CheckedModel, inputs: torch.Tensor, **keys: Any) -> Any:
+        widths.append(inputs.shape[1])
+        return compute(self, inputs, **keys)
+
+    monkeypatch.setattr(CheckedModel, "_model_call", record)
+    for task in ("local_written", "local_rolling"):
+        assert run_eval(model, tasks, tmp_path / task, "--num_fewshot", 0, "--limit", 2, names=task) == 0
+        assert 8 < max(widths) < 64, task
 
 
 def test_fingerprint_of_hub_tokenizer_is_its_commit(model, tmp_path, monkeypatch) -> None:

@@ -204,6 +204,25 @@ def test_rounding_of_tf32_is_no_difference(make_run, monkeypatch):
         export.verify_adapter_export(*exported[:2], logits * torch.inf)
 
 
+def test_rounding_of_autocast_is_no_difference(make_run, monkeypatch):
+    """The trained model may be on a GPU with bf16, and the fresh base on the CPU, for lack of memory."""
+    trainer, folder = make_run()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = export.compute_probe_logits(trainer.model)
+    exported = (folder / "adapter", trainer.model, logits)
+    trainer.model.save_pretrained(exported[0])
+    with pytest.raises(BrokenSaveError, match="a logit differs from the trained model's by"):
+        export.verify_adapter_export(*exported)
+    monkeypatch.setattr(export, "find_device", lambda _: torch.device("cuda"))
+    # Without a GPU, the context of ``torch.autocast`` would not set it.
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        export.verify_adapter_export(*exported)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 def test_card_names_base_model(make_run, tiny_model_dir):
     trainer, folder = make_run()
     trainer.model.peft_config["default"].revision = "c" * 40

@@ -266,6 +266,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
     AUTO_MODEL_CLASS: Any
     _model: Any
+    asked: Sequence[Any] = ()
+    """Requests that are being answered (``CachedModel``)."""
 
     def __init__(self, **options: Any) -> None:
         """Load the model; the arguments are those of ``HFLM``.
@@ -296,13 +298,25 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if adapter is not None and (Path(adapter) / GENERATION_CONFIG_NAME).is_file():
             self._model.generation_config = GenerationConfig.from_pretrained(adapter)
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts, as ``HFLM`` does."""
-        # Overridden (lm-eval 0.4.13): with several ranks it gathers the number of requests, to pad all ranks to the
-        # same number of batches. Only a sharded model needs that, and it hangs if the cache leaves a rank no request.
-        with temporarily(self, _world_size=1):
-            scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        return scores
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value of this rank in the place of every rank's."""
+        # Overridden (lm-eval 0.4.13): ranks agree on the size of batches and pad to the same number of them, which only
+        # a sharded model needs. They would wait for ever for a rank whose answers are all in the cache.
+        return tensor.reshape(-1).repeat(self.world_size)
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        # Overridden (lm-eval 0.4.13): for written answers and whole texts it searches with rows of all positions, of
+        # which a GPU may hold one or none: Llama 3.1 has 131,072.
+        longest = self.max_length
+        if not requests:
+            lengths = (
+                len(self.tok_encode(text)) + sum(find_answer_length(self, settings) for settings in rest)
+                for text, *rest in (request.args for request in self.asked)
+            )
+            longest = min(longest, max(lengths, default=longest))
+        with temporarily(self, _max_length=longest):
+            size: int = super()._detect_batch_size(requests, pos)
+        return size
 
     def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
         # Overridden (lm-eval 0.4.13) to verify the logits, which it does not return.
@@ -417,7 +431,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
             for request in requests:
                 _verify_room(self.lm, request.args)
             try:
-                return method(requests)
+                with temporarily(self.lm, asked=requests):
+                    return method(requests)
             except UserError:
                 raise
             except Exception as error:  # A response of an endpoint can break lm-eval's parsing anywhere.

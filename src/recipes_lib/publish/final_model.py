@@ -27,7 +27,7 @@ from recipes_lib.files import find_record, inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
-from recipes_lib.models.inference import compute_probe_logits, find_logit_shift
+from recipes_lib.models.inference import compute_probe_logits, find_device, find_logit_shift
 from recipes_lib.models.loading import find_model_folder
 from recipes_lib.models.model_files import SENTENCEPIECE
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
@@ -202,8 +202,11 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor) 
     if (dtype := model.get_base_model().dtype) != reopened.get_base_model().dtype:
         for parameter in filter(torch.is_floating_point, reopened.parameters()):
             parameter.data = parameter.data.to(dtype)
-    # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU.
-    shift = find_logit_shift(reopened, logits)
+    # Sharded weights are rounded elsewhere, and a GPU without memory for both models leaves the base to the CPU, where
+    # autocast is one of its own.
+    kind = find_device(model).type
+    with torch.autocast("cpu", torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)):
+        shift = find_logit_shift(reopened, logits)
     if shift is not None:
         raise BrokenSaveError(
             f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"

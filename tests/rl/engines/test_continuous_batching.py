@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.generation import mask_answers
 from recipes_lib.rl.engines import engine as continuous_batching
 from recipes_lib.rl.engines.engine import ContinuousBatchingBackend
@@ -96,6 +97,20 @@ def test_engine_failure_raises(monkeypatch):
     monkeypatch.setattr(ContinuousBatchingManager, "get_result", lambda *_, **__: None)
     monkeypatch.setattr(ContinuousBatchingManager, "is_running", lambda _: False)
     with pytest.raises(ConfigError, match="its thread ended"):
+        engine.generate(policy, PROMPTS, draw(4))
+
+
+@pytest.mark.parametrize(
+    ("attention", "blocks", "reason"), [("sdpa", 10**12, "more than available memory"), ("varlen", 64, "varlen is not")]
+)
+def test_engine_that_cannot_start_raises(attention, blocks, reason):
+    register_varlen()
+    policy = build_policy("llama")
+    policy.set_attn_implementation(attention)
+    options = SMALL | {"num_blocks": blocks}
+    engine = ContinuousBatchingBackend(build_sampling(), dtype=torch.float32, options=options)
+    engine.load(policy)
+    with pytest.raises(ConfigError, match=f"sampling cannot start: .*{reason}"):
         engine.generate(policy, PROMPTS, draw(4))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -87,9 +88,14 @@ class ContinuousBatchingBackend(Generator):
         # Follows from the run's seed and the number of the first answer.
         options = build_batching_options(self._options, int(uniforms[0, 0] * 2**31), self._model.dtype)
         requests = [list(prompt) for prompt in prompts]
-        with self._model.continuous_batching_context_manager(
-            generation_config=self._generation, continuous_batching_config=options
-        ) as manager:
+        start = self._model.continuous_batching_context_manager
+        with ExitStack() as stack:
+            try:
+                manager = stack.enter_context(
+                    start(generation_config=self._generation, continuous_batching_config=options)
+                )
+            except (MemoryError, RuntimeError, ValueError) as error:  # Of its cache, or of the attention kernel.
+                raise _refuse(f"sampling cannot start: {error}") from error
             names = manager.add_requests(requests, max_new_tokens=self._sampling.response_length)
             try:
                 answers = self._wait_for(manager, len(names))
@@ -109,9 +115,7 @@ class ContinuousBatchingBackend(Generator):
             is_lost = result is None and not manager.is_running()
             error = "its thread ended" if is_lost else getattr(result, "error", None)
             if error is not None:
-                found = f"sampling failed after {len(answers)} of {count} answers: {' '.join(error.split())}"
-                remedy = "lower its `max_memory_percent` or raise its `num_blocks` if this is about memory"
-                raise ConfigError(Problem("transformers_continuous_batching_config", found, remedy))
+                raise _refuse(f"sampling failed after {len(answers)} of {count} answers: {error}")
             if result is not None and result.is_finished():
                 answers[result.request_id] = result.generated_tokens, result.logprobs
             # A counter of the decoding thread, absent before its first step.
@@ -119,6 +123,11 @@ class ContinuousBatchingBackend(Generator):
                 step = manager.current_batch
                 self._sampling.beat()
         return answers
+
+
+def _refuse(found: str) -> ConfigError:
+    remedy = "change its `max_memory_percent` or `num_blocks` if this is about memory"
+    return ConfigError(Problem("transformers_continuous_batching_config", " ".join(found.split()), remedy))
 
 
 def build_batching_options(options: Mapping[str, Any], seed: int, dtype: torch.dtype) -> ContinuousBatchingConfig:
