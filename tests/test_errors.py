@@ -163,6 +163,8 @@ class OutOfMemoryError(RuntimeError):
         (IndexError("index out of range in self"), "token ids: an index exceeds its table"),
         (ValueError("DebugUnderflowOverflow: inf/nan detected, aborting"), "debug: a layer has infinite values or NaN"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "host memory: a library cannot"),
+        (OSError(errno.ENOLCK, "No locks available"), "file locks: the file system of a cache"),
         (RuntimeError("[enforce fail] ifa != nullptr. Unable to find address for: eth9"), "IFNAME: there"),
         (RuntimeError("NCCL error\nBootstrap : no socket interface found"), "NCCL_SOCKET_IFNAME: there is no such"),
         (RuntimeError("failed to listen. port: 29500, name: EADDRINUSE"), "MASTER_PORT: another process uses the port"),
