@@ -163,6 +163,7 @@ class OutOfMemoryError(RuntimeError):
         (IndexError("index out of range in self"), "token ids: an index exceeds its table"),
         (ValueError("DebugUnderflowOverflow: inf/nan detected, aborting"), "debug: a layer has infinite values or NaN"),
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
+        (RuntimeError("not initialized: ThreadPoolBuildError { kind: IOError }"), "threads: no more threads can be"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "host memory: a library cannot"),
         (OSError(errno.ENOLCK, "No locks available"), "file locks: the file system of a cache"),
         (RuntimeError("[enforce fail] ifa != nullptr. Unable to find address for: eth9"), "IFNAME: there"),

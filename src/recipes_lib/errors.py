@@ -108,7 +108,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "a library cannot be loaded into the memory that this process may use",
         "raise the limit (`ulimit -v unlimited`, or that of the job), or take a machine with more memory",
     ),
-    "can't start new thread": (
+    "can't start new thread|ThreadPoolBuildError": (
         "threads",
         "no more threads can be started",
         "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "
