@@ -27,6 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
     """Record calls of ``StopRequest.install``."""
     calls: list[StopRequest] = []
     monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restored: `parse_or_exit` replaces it.
     return calls
 
 
