@@ -502,20 +502,6 @@ def test_new_model_replaces_older_one_and_keeps_user_files(hub, run, publish):
     assert own | {"model.safetensors", "config.json"} <= after
 
 
-def test_files_that_another_process_commits_meanwhile_are_not_mixed_with_the_model(hub, run, publish):
-    repository = hub.repositories["me/mine"]
-
-    def commit_meanwhile(kind):
-        if kind == "commit" and hub.num_requests["commit"] == 1:
-            hub._commit(repository, "main", "another model", {"adapter_config.json": b"{}"})
-
-    hub.sabotage = commit_meanwhile
-    finish(run)
-    publish()
-    assert "adapter_config.json" not in repository.find("main").files
-    assert read_messages(hub) == ["another model", MODEL]
-
-
 def test_model_is_published_only_after_the_end_of_its_run(hub, run, publish):
     """Its status is `done` before its card and report are written."""
     save_checkpoint(run, 10)
