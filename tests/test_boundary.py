@@ -27,6 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> list[StopRequest]:
     """Record calls of ``StopRequest.install``."""
     calls: list[StopRequest] = []
     monkeypatch.setattr(StopRequest, "install", lambda self: calls.append(self))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Restored: `parse_or_exit` replaces it.
     return calls
 
 
@@ -163,11 +164,16 @@ def test_failed_rank_exits_without_interpreter_shutdown(error, code, monkeypatch
     assert run_command(lambda: None) == 0
 
 
-def test_unexpected_exception_is_reported_as_bug_with_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(raising(IndexError("list index out of range"))) == 1
+class PanicError(BaseException):
+    """As of a library in Rust, such as tokenizers."""
+
+
+@pytest.mark.parametrize("kind", [IndexError, PanicError])
+def test_unexpected_exception_is_reported_as_bug_with_traceback(kind, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(kind("list index out of range"))) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert "IndexError: list index out of range" in error
+    assert f"{kind.__name__}: list index out of range" in error
     assert "This is a bug" in error.splitlines()[-1]
 
 
@@ -293,6 +299,23 @@ def test_parse_or_exit_returns_config_and_installs_signal_handlers(recipe, insta
     assert installed == [STOP]
     assert config.recipe == "sft"
     assert config.training["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        ("ImportError('libtorch.so: failed to map segment from shared object')", 2, "host memory: a library cannot"),
+        ("MemoryError", 2, "host memory: an allocation failed"),
+        ("KeyboardInterrupt", 130, "interrupted"),
+        ("IndexError", 1, "Traceback"),
+    ],
+)
+def test_error_in_the_imports_of_a_recipe_is_reported_with_its_exit_code(recipe, raised, code, message) -> None:
+    parse = "from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', sys.argv[1:])"
+    command = [sys.executable, "-c", f"import sys; {parse}; raise {raised}", *recipe]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == code
+    assert done.stderr.startswith(message)
 
 
 def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(recipe, tmp_path, monkeypatch) -> None:

@@ -183,6 +183,21 @@ def test_signal_after_failure_of_peer_is_not_preemption(tmp_path):
     assert process.wait(timeout=30) == 1
 
 
+def test_rank_that_is_stopped_alone_says_and_records_why(tmp_path):
+    """In the imports of a recipe, where other ranks and the launcher have no other sign of the reason."""
+    for number in "01":
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "pid").write_text("")
+    body = "signal.raise_signal(signal.SIGTERM)"
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "1" / "error.json"), "RANK": "1"}
+    command = [sys.executable, "-c", PRELUDE + body]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 75
+    assert done.stderr == "SIGTERM: stopped with nothing to save; run the same command to resume\n"
+    assert '"errorCode": 75' in (tmp_path / "1" / "error.json").read_text()
+    assert not (tmp_path / "1" / "pid").exists()
+
+
 def test_launcher_is_gone_when_parent_changes(monkeypatch):
     stop = StopRequest()
     monkeypatch.setattr(os, "getppid", lambda: 1)

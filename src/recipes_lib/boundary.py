@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib import processes
@@ -174,7 +175,7 @@ def _report(error: BaseException) -> int:
     """Print the error that ended a command, and return its exit code.
 
     Raises:
-        SystemExit: ``error`` is a ``SystemExit``; other non-``Exception`` errors are raised again too.
+        SystemExit: ``error`` is a ``SystemExit``.
     """
     if isinstance(error, PreemptedError):
         # Every rank has the same reason: print it once.
@@ -190,7 +191,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
-    if not isinstance(error, Exception):
+    if isinstance(error, SystemExit):
         raise error
     if refusal := explain_refusal(error):
         _print_once(refusal)
@@ -205,6 +206,19 @@ def _print_once(problem: object) -> None:
     if processes.is_first_to_report(str(problem)):
         rank, host = processes.read_rank(), socket.gethostname()
         sys.stderr.write(f"{problem}\n" + (f"    (first found by rank {rank} on {host})\n" if rank else ""))
+
+
+def _report_outside(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """Report an error outside of ``run_command``, as in the imports of a recipe, in the same way.
+
+    Raises:
+        SystemExit: Always, with the exit code; Python ends with it.
+    """
+
+    def fail() -> None:
+        raise error
+
+    sys.exit(run_command(fail))
 
 
 def refuse_access_tokens(arguments: Sequence[str]) -> None:
@@ -246,6 +260,7 @@ def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
     code = run_command(parse)
     if not parsed:
         sys.exit(code)
+    sys.excepthook = _report_outside
     STOP.install()
     processes.register_process()
     return parsed[0]

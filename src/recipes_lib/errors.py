@@ -98,7 +98,17 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "its disk or network file system fails",
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",
     ),
-    "can't start new thread": (
+    "No locks available": (
+        "file locks",
+        "the file system of a cache or an output does not support them",
+        "set HF_HOME or the output to a folder on another file system, or mount this one with locks",
+    ),
+    "failed to map segment from shared object": (
+        "host memory",
+        "a library cannot be loaded into the memory that this process may use",
+        "raise the limit (`ulimit -v unlimited`, or that of the job), or take a machine with more memory",
+    ),
+    "can't start new thread|ThreadPoolBuildError": (
         "threads",
         "no more threads can be started",
         "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same command, or "

@@ -130,8 +130,11 @@ class StopRequest:
         self.request(signal.Signals(number).name)
         if not self.is_deferred:
             stop = self._stop_here()
-            if not self.is_reported and processes.read_rank() == 0:
-                sys.stderr.write(f"{stop}\n")
+            if not self.is_reported:  # What `run_command` does, also on a rank that is stopped alone.
+                if processes.is_first_to_report(str(stop)):
+                    sys.stderr.write(f"{stop}\n")
+                processes.record_failure(stop, EXIT_PREEMPTED)
+                processes.unregister_process()
             raise stop
 
     def _stop_here(self) -> PreemptedError:

@@ -64,3 +64,14 @@ def test_invalid_arguments_and_data_are_rejected(recipes, tmp_path, words, messa
     rows = write_rows(tmp_path / "rows.jsonl", ["one", "two"])
     blank = write_rows(tmp_path / "blank.jsonl", [" "])
     assert message in recipes("classifier", *(str(word).format(rows=rows, blank=blank) for word in words), code=2)
+
+
+def test_classifier_is_trained_on_the_texts_of_chats(recipes, tmp_path) -> None:
+    for label in ("good", "bad"):
+        chats = [
+            {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+            for text in plant(label, 150, 0)
+        ]
+        (tmp_path / f"{label}.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    sources = [f"{label}={tmp_path / label}.jsonl" for label in ("good", "bad")]
+    assert "accuracy 100.0%" in recipes("classifier", "train", tmp_path / "out", *sources, "--held_out", 0.2)

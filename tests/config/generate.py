@@ -139,10 +139,9 @@ def read_helps() -> Mapping[str, str]:
     return helps
 
 
-def read_notes() -> Mapping[str, str]:
-    """Return key -> addition to upstream's help text."""
-    notes: Mapping[str, str] = _read_recipes()["notes"]
-    return notes
+def read_notes(recipe: str) -> Mapping[str, str]:
+    """Return key -> addition to upstream's help text, for a recipe."""
+    return _gather("notes", recipe)
 
 
 def read_bounds() -> Mapping[str, Mapping[str, float]]:
@@ -242,7 +241,7 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
             "group": headings.get(name, "Model"),
             "schema": _describe_key(name, hints[name], None, allowed),
             "help": read_helps().get(name)
-            or " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
+            or " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes(recipe).get(name, "")]).strip(),
             **_choose_default(name, _read_default(field), recipe),
         }
         if added := read_added_choices(recipe).get(name):

@@ -58,3 +58,18 @@ class TestCommand:
 def test_expand_paths_expands_home_in_lists(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand_paths(["~/a", "b", None]) == [f"{tmp_path}/a", "b", None]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "given"),
+    [
+        ("eval", "model_name_or_path", "a/b"),
+        ("synthesize", "model_name_or_path", "a/b"),
+        ("synthesize", "dataset_name", "c/d"),
+    ],
+)
+def test_commit_in_file_is_not_of_repository_of_flag(parse, command, key, given) -> None:
+    revision = f"{key.partition('_')[0]}_revision"
+    text = f"{MINIMAL[command]}{revision}: {'0' * 40}\n"
+    assert getattr(parse(command, text, f"--{key}=o/other"), revision) is None
+    assert getattr(parse(command, text, f"--{key}={given}"), revision) == "0" * 40

@@ -22,7 +22,8 @@ from recipes_lib.config.values import is_secret_key
 
 def test_notes_and_bounds_name_existing_keys() -> None:
     keys = {key for table in TABLES for key in load_table(table).keys}
-    assert keys >= set(read_notes()) | set(read_helps()) | set(SHARE_OR_COUNT)
+    notes = {name for recipe in RECIPE_NAMES for name in read_notes(recipe)}
+    assert keys >= notes | set(read_helps()) | set(SHARE_OR_COUNT)
     assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
@@ -157,3 +158,10 @@ def test_retired_key_entry_defines_its_rewrite() -> None:
     assert [retired["lost"].rewrite(value) for value in (False, True)] == [{}, None]
     assert retired["open"].rewrite("x") is None
     assert [retired["decay_steps"].rewrite(value) for value in (True, {"not": "hashable"})] == [{"a": "b"}, None]
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "grpo"])
+def test_help_of_the_loss_names_every_value(recipe: str) -> None:
+    key = load_table(recipe).keys["loss_type"]
+    values = key.schema.get("enum") or key.schema["items"]["enum"]
+    assert [value for value in values if value not in key.help] == []

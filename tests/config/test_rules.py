@@ -414,6 +414,7 @@ COMMIT = "0e9e39f249a16976918f6564b8830bc894c89659"
         ([], "", COMMIT),
         (["--model_name_or_path", "owner/other"], "", None),
         (["--model_name_or_path", "owner/other", "--model_revision", COMMIT], "", COMMIT),
+        (["--model_name_or_path", "owner/model"], "", COMMIT),
         (["--model_name_or_path", "owner/other"], f"trust_remote_code: true\ntokenizer_revision: {COMMIT}\n", COMMIT),
     ],
 )

@@ -406,8 +406,8 @@ def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_token
     ("name", "content", "words"),
     [
         ("web.jsonl", json.dumps({"text": "short"}), r"quality: .* \(1\).*relax their thresholds"),
-        ("web.jsonl", json.dumps({"text": "long " * 1000}), r"read: longer than 2,000 bytes \(1\).*split a long one"),
-        ("web.jsonl", "", "the sources are empty.*name files with text"),
+        ("web.jsonl", json.dumps({"text": "long " * 1000}), r"read: longer than 2,000 bytes \(1\).*split long texts"),
+        ("web.jsonl", "", "the sources are empty.*name files with text$"),
         ("code.jsonl", json.dumps({"body": "short"}), r"match no layout: `body`.*map columns"),
     ],
 )

@@ -129,14 +129,27 @@ def test_body_is_read_without_chunks_and_content_encoding(tmp_path, encoding, is
     assert not ledger.tallies[READ].removed
 
 
-@pytest.mark.parametrize("encoding", ["br", "zstd"])
-def test_body_that_cannot_be_decompressed_is_counted(tmp_path, encoding):
-    body = _ENCODE[encoding](bytes(range(256)) * 9)
-    records = [("response", body[:-3], ("Content-Encoding", encoding)), ("response", b"<p>two</p>")]
-    write_warc(tmp_path / "a.warc", records)
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
+def test_compressed_body_that_ends_early_is_counted(tmp_path, encoding, is_chunked):
+    body, fields = _ENCODE[encoding](bytes(range(256)) * 9)[:-3], [("Content-Encoding", encoding)]
+    if is_chunked:
+        fields.append(("Transfer-Encoding", "chunked"))
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    write_warc(tmp_path / "a.warc", [("response", body, *fields), ("response", b"<p>two</p>")])
     documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == ["<p>two</p>"]
     assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
+
+
+@pytest.mark.parametrize("end", [b"5\r\nthree\r\n", b"5\r\nth"])
+def test_body_without_its_last_chunk_is_counted(tmp_path, end):
+    body = b"3\r\n<p>\r\n4;name=value\r\none \r\n" + end
+    bodies = [body, f"{body.decode()[: -len(end)]}0\r\n\r\n".encode(), b"<p>two</p>"]
+    write_warc(tmp_path / "a.warc", [("response", body, ("Transfer-Encoding", "chunked")) for body in bodies])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>one ", "<p>two</p>"]
+    assert ledger.notes == ["a/a.warc:1: not a whole WARC record: its body ends before the last chunk"]
 
 
 def test_record_at_the_end_of_a_truncated_file_is_named_so(tmp_path):

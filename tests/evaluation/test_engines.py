@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,8 @@ class ServedModel:
             return 429, {"Retry-After": "17"}, ""
         if self.broken == "lost":
             raise ConnectionError
+        if self.broken == "cut":
+            return 200, {**kind, "Content-Length": "99"}, '{"choices": ['
         if self.broken in BROKEN:
             status, text = BROKEN[self.broken]
             return status, kind, text
@@ -155,6 +158,7 @@ def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, t
         ("no echo", r"log-probabilities of \[1\] tokens instead of \[\d+\].*of the prompt \(echo\)"),
         ("gone", "gave no usable answer.*run the same command to resume"),
         ("lost", "gave no usable answer: ServerDisconnectedError.*run the same command to resume"),
+        ("cut", "gave no usable answer: ClientPayloadError.*run the same command to resume"),
     ],
 )
 def test_endpoint_failure_is_one_error(served, tasks, tmp_path, broken, message, capsys, monkeypatch) -> None:
@@ -192,13 +196,16 @@ def test_chat_endpoint_receives_messages(served, tasks, tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
-def test_harness_respects_retry_after(served, tasks, tmp_path, monkeypatch, concurrent) -> None:
+def test_harness_respects_retry_after_and_warns_once(served, tasks, tmp_path, monkeypatch, capsys, concurrent) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
+    monkeypatch.setattr(engines, "_NEXT_WARNING", deque([0.0], maxlen=1))
     served.num_busy = 3
     flags = [*served.flags, "--num_concurrent", concurrent]
     assert run_eval("name", tasks, tmp_path, *flags, names="local_written") == 0
     assert waits == [("17", 0.0)] * 3
+    warning = "warning: a request to the endpoint failed, and is repeated (6 attempts of at most 300 s): 429"
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 def test_interrupted_evaluation_resumes_to_same_answers(served: ServedModel, tasks: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -77,8 +78,9 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW.replace('"b"', '""'), {}, "or a choice is empty"),
         (ROW.replace("0", "-1"), {}, "no question has its answer among its choices; that of the first is -1"),
         (ROW.replace("0", '"c"'), {}, "no question has its answer among its choices; that of the first is 'c'"),
-        (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its first row are 'ab'; write `doc_to_choice` as"),
-        (ROW, {"doc_to_choice": None}, "the choices of its first row are None; write `doc_to_choice` as"),
+        (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its row 1 are 'ab'; write `doc_to_choice` as"),
+        (ROW, {"doc_to_choice": None}, "the choices of its row 1 are None; write `doc_to_choice` as"),
+        (ROW + "\n" + ROW.replace('"a", "b"', ""), {}, r"the choices of its row 2 are \[\]; .*, and leave out rows"),
         (ROW[:16], {}, "its data cannot be read: .*JSON parse error"),
         (ROW, {"metric_list": [{"metric": "acurracy"}]}, "a metric that lm-eval does not have; correct its `metric_l"),
         (ROW, {"metric_list": [{"metric": "acc", "aggregation": "meen"}]}, "the aggregation of acc is unknown"),
@@ -253,3 +255,12 @@ def test_list_datasets_resolves_task_files(tmp_path: Path) -> None:
 def test_suite_tasks_are_known_to_lm_eval() -> None:
     known = set(suites.TaskManager(include_path=[suites.OWN_TASKS]).all_tasks)
     assert {task for suite in SUITES.values() for task in suite} <= known
+
+
+def test_cache_that_cannot_be_locked_is_not_reported_as_missing_data(tasks: Path, monkeypatch) -> None:
+    def load(self: object, names: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(suites.TaskManager, "load", load)
+    with pytest.raises(ConfigError, match="No locks available\n    set HF_HOME or the output"):
+        load_tasks(build(tasks, "local_choice"))

@@ -250,6 +250,7 @@ def test_stage_identity_does_not_depend_on_paths(tmp_path: Path) -> None:
         ("stages: {a: {run: x}}\nenvironment: {WANDB_API_KEY: " + "b" * 40 + "}", "KEY: looks like an access token"),
         ("stages: {a: {run: x, needs: b}}", "a.needs: is 'b'"),
         ("stages: {a: {run: x, set: [b]}}", "a.set: is ['b']"),
+        ("stages: {a: {recipe: sft, set: {help: true}}}", "a.help: prints a text in place of the work of the stage"),
         ('stages: {a: {command: ""}}', "a: has 0 of recipe, command, run"),
         ('stages: {a: {run: ""}}', "a: has 0 of recipe, command, run"),
         ('stages: {a: {run: "echo \'x"}}', "a.run: cannot be read"),

@@ -252,6 +252,8 @@ class Hub:
     def _commit_(self, path, body):
         repository, files = self._repository(path), dict(self._at(path).files)
         header, *lines = [json.loads(line) for line in body.splitlines()]
+        if header["value"].get("parentCommit") not in (None, self._at(path).oid):
+            raise Refusal(412, message="a commit has happened since")
         for line in lines:
             value = line["value"]
             if line["key"] == "file":

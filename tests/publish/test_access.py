@@ -6,10 +6,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import HfApi, constants
 from tests.publish.hub_server import Fault
+from tests.publish.runs import finish, make_run
 
 from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError
 from recipes_lib.publish.access import describe, find_target, is_transient, open_target, retry
+from recipes_lib.publish.publishing import Publication
 
 KEYS = {"output_dir": "runs/mine"}
 READER = {"name": "team", "roleInOrg": "read"}
@@ -215,3 +217,17 @@ def test_stalled_call_times_out(hub, kind, pauses):
     with pytest.raises(Exception) as caught:  # noqa: PT011 (of many kinds)
         calls[kind]()
     assert is_transient(caught.value)
+
+
+def test_files_that_another_process_commits_meanwhile_are_not_mixed_with_the_model(hub, pauses, tmp_path):
+    """The Hub refuses the commit by its parent, as a transient error, and the repeated one deletes them."""
+    repository, run = hub.add("me/mine", private=True), finish(make_run(tmp_path / "mine"))
+
+    def commit_meanwhile(kind):
+        if kind == "commit" and hub.num_requests["commit"] == 1:
+            hub._commit(repository, "main", "another model", {"adapter_config.json": b"{}"})
+
+    hub.sabotage = commit_meanwhile
+    Publication(run, find_target({"output_dir": str(run)}), {}, str).publish_missing()
+    assert [commit.message for commit in repository.branches["main"][1:]] == ["another model", "Publish model"]
+    assert "adapter_config.json" not in repository.find("main").files

@@ -59,6 +59,16 @@ def test_unrelated_files_are_not_published(run, path):
     assert list_published(run) == before
 
 
+def test_checkpoint_is_published_with_the_sentencepiece_model_of_its_tokenizer(tmp_path):
+    """llama.cpp needs it for Gemma, and transformers does not save it."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"pieces")
+    run = make_run(tmp_path / "run", model_name_or_path=str(tmp_path / "base"))
+    save_checkpoint(run, 10)
+    contents = find_contents(run, {"hub_strategy": "every_save"})["checkpoint-10"]
+    assert collect_files(contents, run)["tokenizer.model"] == tmp_path / "base" / "tokenizer.model"
+
+
 def test_code_named_in_auto_map_is_published(run):
     finish(run)
     config = {"auto_map": {"AutoConfig": "configuration_own.Config", "AutoModel": "other/repo--private.Model"}}

@@ -203,11 +203,11 @@ def _read_texts(label: str, names: Sequence[str]) -> list[str]:
     """
     from recipes_lib.config.corpus_keys import CorpusConfig
     from recipes_lib.corpus.documents import Ledger
-    from recipes_lib.corpus.inputs import READ, Read, open_inputs
+    from recipes_lib.corpus.inputs import ANY, READ, Read, open_inputs
     from recipes_lib.corpus.text_steps import MAX_CLASSIFIED
 
     texts: list[str] = []
-    for source in open_inputs(CorpusConfig(sources=[{"name": name} for name in names])):
+    for source in open_inputs(CorpusConfig(sources=[{"name": name, "kind": ANY} for name in names])):
         ledger = Ledger([READ], 0)
         read = Read(source, ledger, raises=False)
         texts += [doc.text[:MAX_CLASSIFIED] for task in range(len(source.tasks)) for doc in read.run(None, task)]

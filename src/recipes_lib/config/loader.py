@@ -340,7 +340,10 @@ def _read_settings(path: Path | None, entries: Sequence[Entry], table: KeyTable,
         problems: List that errors are appended to.
     """
     # Flags come last and override the file.
-    given = {entry.key: entry for entry in entries}
+    given = dict[str, Entry]()
+    for entry in entries:
+        is_repeated = entry.key in given and given[entry.key].node.value == entry.node.value
+        given[entry.key] = dataclasses.replace(entry, is_repeated=is_repeated)
     # An unknown key counts as the key that it was meant as, so that this one is not reported as missing too.
     meant, values, unknown = dict[str, Entry](), dict[str, Any](), list[Entry]()
     for key, entry in given.items():
@@ -377,17 +380,25 @@ def _adapt(key: str, value: Any) -> Any:
     return expand_paths(value) if key in _EXPANDED else value
 
 
-def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
+def _resolve(settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the keys, and where each comes from; keys without effect are reset.
+
+    Otherwise run.json and --print-config would show values that were not used.
+    """
     keys = settings.table.keys
     # Other defaults are left to the sections and to TrainingArguments.
     values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
-    # Keys without effect are reset, so that run.json and --print-config do not show values that were not used.
     for row in DECISIONS:
         if settings[row["key"]] is not None and is_overruled(row, settings):
             provenance[row["key"]] = f"derived: {row['why']}"
             values.pop(row["key"], None)
             values |= {row["key"]: row["becomes"]} if "becomes" in row else {}
+    return values, provenance
+
+
+def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
+    values, provenance = _resolve(settings)
     sections = {
         name: section(
             **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
@@ -520,7 +531,8 @@ class CommandConfig:
         settings = _read_settings(command.config, entries, table, problems)
         for key in required or table.required:
             problems += check_given(settings, key)
-        config = cls(path=command.config, **settings.values)
+        values, provenance = _resolve(settings)
+        config = cls(path=command.config, **values)
         if not required:
             for rule in COMMAND_RULES:
                 problems += rule(settings)
@@ -529,8 +541,7 @@ class CommandConfig:
             raise ConfigError(*_in_order(problems, command.config))
         if command.wants != "print":
             return config
-        origins = {key: settings.given[key].where if key in settings.given else "default" for key in table.keys}
-        return _format_values(table, settings.values, origins)
+        return _format_values(table, values, provenance)
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Return problems of the configuration as a whole; a command without any has none."""

@@ -262,7 +262,11 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
 def is_overruled(row: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether the key of a row of ``DECISIONS`` has no effect."""
     key, decider = row["key"], row["decider"]
-    if row.get("replaced") and not (COMMIT.fullmatch(settings[key] or "") and _is_overridden(decider, key, settings)):
+    if row.get("replaced") and not (
+        COMMIT.fullmatch(settings[key] or "")
+        and _is_overridden(decider, key, settings)
+        and not settings.given[decider].is_repeated
+    ):
         return False
     if "local" not in row:
         return _applies(row, settings)

@@ -53,6 +53,7 @@ class Entry:
         where: Location of the key: ``file:line``, or the flag.
         locate: Function that returns the location of a node inside the value.
         flag: Whether the entry is from the command line.
+        is_repeated: Whether it is a flag with the value of the file.
         key_node: YAML node of the key; ``None`` for a flag.
     """
 
@@ -61,6 +62,7 @@ class Entry:
     where: str
     locate: Callable[[yaml.Node], str]
     flag: bool = False
+    is_repeated: bool = False
     key_node: yaml.ScalarNode | None = None
 
 

@@ -207,7 +207,9 @@ def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
         for reason, count in tally.removed.items()
     ]
     found = f"no document is left: {'; '.join(removed) or 'the sources are empty'}"
-    remedy = "name files with text, or split a long one: `{name: ..., text_documents: paragraph}`"
+    remedy = "name files with text"
+    if "longer than" in found:
+        remedy = "split long texts; those of text files: `{name: ..., text_documents: paragraph}`"
     if ledger.notes:
         found += f". The first problem: {ledger.notes[0]}"
         remedy = "fix it, or map columns: `{name: ..., columns: {text: content}}`"

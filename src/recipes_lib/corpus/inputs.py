@@ -41,6 +41,8 @@ from recipes_lib.files import count_bytes
 
 READ: Final = "read"
 """Name of the first step, in counts and reports."""
+ANY: Final = "any"
+"""Kind of a source with texts and chats, whose columns are not needed; not a value of the configuration."""
 _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
@@ -304,7 +306,7 @@ class Read(PipelineStep):  # type: ignore[misc]
 
     def _verify_kind(self, document: Document) -> None:
         """Raise for a chat in a source of texts, whose columns would be lost, and for a text in a source of chats."""
-        if (CHAT in document.metadata) == (self.source.kind == "chat"):
+        if self.source.kind == ANY or (CHAT in document.metadata) == (self.source.kind == "chat"):
             return
         found, remedy = "is a text", "remove `kind: chat`"
         if CHAT in document.metadata:

@@ -32,7 +32,9 @@ _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
 _CODECS: Final = {"br": "brotli", "zstd": "zstd"}
-"""Content encoding of HTTP -> pyarrow's name, of those that warcio does not decode, or only with further packages."""
+"""Content encoding of HTTP -> pyarrow's name; gzip is recognised by its first bytes."""
+_CHUNK: Final = re.compile(rb"([0-9a-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n", re.IGNORECASE)
+"""Size of a chunk of an HTTP body, with its extension."""
 _ERROR: Final = re.compile(r"\S+ [345]\d\d")
 """Status line, after ``HTTP/``, of a redirect or error."""
 _CHARSET: Final = re.compile(r"charset=[\s\"']*([\w.:-]+)", re.IGNORECASE)
@@ -229,21 +231,41 @@ def _read_body(record: Any) -> bytes:
     """Return at most ``MAX_PAGE_BYTES + 1`` bytes of a body, without chunks and content encoding.
 
     Raises:
-        OSError: The body cannot be decompressed.
+        OSError: The body cannot be decompressed, or ends early, for which warcio does not raise.
     """
-    http, encoding = record.http_headers, ""
+    content, http, encoding = bytes(record.raw_stream.read()), record.http_headers, ""
     if http is not None:
-        # warcio 1.8 only recognises `chunked` in lower case.
-        http.replace_header("Transfer-Encoding", http.get_header("Transfer-Encoding", "").strip().lower())
         encoding = http.get_header("Content-Encoding", "").strip().lower()
-    content = bytes(record.content_stream().read(MAX_PAGE_BYTES + 1))
+        if http.get_header("Transfer-Encoding", "").strip().lower() == "chunked":
+            content = _join_chunks(content)
     # Some crawlers decompress the body and keep the header: then it begins with a tag, perhaps after a byte order mark.
-    if encoding in _CODECS and not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+    if content[:_PAGE_HEAD].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        return content[: MAX_PAGE_BYTES + 1]
+    if encoding == "deflate":
+        from warcio.bufferedreaders import BufferedReader
+
+        return bytes(BufferedReader(io.BytesIO(content), decomp_type=encoding).read(MAX_PAGE_BYTES + 1))
+    if codec := "gzip" if content.startswith(_GZIP) else _CODECS.get(encoding):
         import pyarrow as pa
 
-        with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
+        with pa.CompressedInputStream(pa.BufferReader(content), codec) as stream:
             content = bytes(stream.read(MAX_PAGE_BYTES + 1))
     return content
+
+
+def _join_chunks(body: bytes) -> bytes:
+    """Return a body without the sizes of its chunks; as it is if a crawler has joined them, and kept the header.
+
+    Raises:
+        OSError: The last chunk is missing.
+    """
+    parts, start = list[bytes](), 0
+    while (head := _CHUNK.match(body, start)) and (size := int(head[1], 16)):
+        parts.append(body[head.end() : head.end() + size])
+        start = head.end() + size + len(b"\r\n")
+    if start and head is None:
+        raise OSError("its body ends before the last chunk")
+    return b"".join(parts) if head else body
 
 
 def decode_page(content: bytes, content_type: str = "") -> str:

@@ -40,7 +40,7 @@ _POLL_SECONDS: Final = 0.5
 """Time between two polls for a stop request while requests are answered, in seconds."""
 _MAX_REPLY: Final = 1 << 26
 """Size of the longest response, in bytes."""
-_QUIET_SECONDS: Final = 300.0
+QUIET_SECONDS: Final = 300.0
 """Shortest time between two warnings that requests to an endpoint are repeated."""
 _TIMEOUTS_PER_ATTEMPT: Final = 10
 """Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
@@ -341,7 +341,7 @@ class _Connection:
         with self.endpoint.quiet.lock:
             if time.monotonic() < self.endpoint.quiet.next:
                 return
-            self.endpoint.quiet.next = time.monotonic() + _QUIET_SECONDS
+            self.endpoint.quiet.next = time.monotonic() + QUIET_SECONDS
         limit = f"each waits {self.endpoint.timeout:.0f} s for data"
         sys.stderr.write(f"warning: a request to {self._url} failed: {text}, {limit}\n")
 

@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import sqlite3
+import sys
 import time
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,15 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
-from recipes_lib.evaluation.endpoint import RESUME_REMEDY, choose_remedy, explain, join_parts, read_key, read_wait
+from recipes_lib.evaluation.endpoint import (
+    QUIET_SECONDS,
+    RESUME_REMEDY,
+    choose_remedy,
+    explain,
+    join_parts,
+    read_key,
+    read_wait,
+)
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
@@ -116,14 +125,14 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
             try:
                 return super().model_call(*args, **kwargs)
             except Exception as error:
-                time.sleep(_read_pause(error))
+                time.sleep(_tell_failure(error))
                 raise
 
         async def amodel_call(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await super().amodel_call(*args, **kwargs)
             except Exception as error:
-                await asyncio.sleep(_read_pause(error))
+                await asyncio.sleep(_tell_failure(error))
                 raise
 
         def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
@@ -143,6 +152,8 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
 
 _LAST_RESPONSE: Final = deque([""], maxlen=1)
 """Body of the last error response: an exception of aiohttp has only its status code."""
+_NEXT_WARNING: Final = deque([0.0], maxlen=1)
+"""Time of the next warning that a request is repeated, by ``time.monotonic``."""
 _LOGGED_RESPONSE: Final = re.compile(r"(?:Response text|error message): (.*)\. Retrying", re.DOTALL)
 """Pattern of lm-eval 0.4.13's messages about failed requests."""
 
@@ -190,8 +201,19 @@ def _read_status(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
     return status, getattr(error, "headers", getattr(response, "headers", None)) or {}
 
 
-def _read_pause(error: BaseException) -> float:
+def _tell_failure(error: Exception) -> float:
+    """Say why a request is repeated, unless another was a short time ago; return the pause before it, in seconds."""
+    if time.monotonic() >= _NEXT_WARNING[0]:
+        _NEXT_WARNING.append(time.monotonic() + QUIET_SECONDS)
+        limit = f"and is repeated ({_NUM_ATTEMPTS} attempts of at most 300 s)"
+        sys.stderr.write(f"warning: a request to the endpoint failed, {limit}: {_explain(error)}\n")
     return read_wait(_read_status(error)[1].get("Retry-After"), 0.0)
+
+
+def _explain(error: Exception) -> str:
+    """Return the reason of a failed request in one line: the response if there is one, else the exception."""
+    status, _ = _read_status(error)
+    return explain(f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else error, read_key()).removesuffix(":")
 
 
 def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
@@ -458,15 +480,13 @@ def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
     if endpoint is None:
         raise error
     status, _ = _read_status(error)
-    found = explain(f"{status} {_LAST_RESPONSE[0]}" if (status or 0) >= 400 else error, read_key())
-    reason = found.removesuffix(":")  # A timeout has no message.
     remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
-    from aiohttp import ClientConnectionError  # Of the extra `eval`.
+    from aiohttp import ClientConnectionError, ClientPayloadError  # Of the extra `eval`.
 
-    # aiohttp's error of a closed connection is no `OSError`; an error status is one for requests only.
-    is_down = status is None and isinstance(error, OSError | ClientConnectionError)
+    # aiohttp's errors of a closed connection are no `OSError`; an error status is one for requests only.
+    is_down = status is None and isinstance(error, OSError | ClientConnectionError | ClientPayloadError)
     remedy = RESUME_REMEDY if is_down else choose_remedy(status, remedy)
-    raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
+    raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {_explain(error)}", remedy)) from error
 
 
 def find_context_length(model: Any) -> int | None:

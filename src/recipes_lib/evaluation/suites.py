@@ -16,7 +16,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.environment import go_offline_unless_reachable
-from recipes_lib.errors import ConfigError, Problem, list_first, suggest
+from recipes_lib.errors import ConfigError, Problem, explain_refusal, list_first, suggest
 
 OWN_TASKS: Final = Path(__file__).with_name("tasks")
 SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
@@ -162,7 +162,9 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
     elif type(error).__name__ == "DatasetGenerationError":  # By name: only the package `data` imports `datasets`.
         found, remedy = f"its data cannot be read: {type(cause).__name__}: {cause}", "correct the file of its data"
     elif isinstance(error, OSError) and type(error) is not FileNotFoundError:
-        remedy = _NETWORK  # Not for a missing local file, but for a dataset of the Hub that cannot be reached.
+        refusal = explain_refusal(error)  # Of this machine, such as a full disk of the cache.
+        # Not for a missing local file, but for a dataset of the Hub that cannot be reached.
+        remedy = refusal.remedy if refusal else _NETWORK
     return Problem(f"tasks: {name}", found.splitlines()[0][:320], remedy)
 
 
@@ -232,13 +234,15 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
         return [Problem(where, "its generation settings have `stop`", "write `until`, as lm-eval names it")]
     if task.get_config("output_type") != "multiple_choice":
         return []
-    choices = None
-    with suppress(TypeError):  # lm-eval raises it for a task without `doc_to_choice`.
-        choices = task.doc_to_choice(task.eval_docs[0])
-    # lm-eval would iterate over the characters of a string.
-    if not (isinstance(choices, list) and choices):
-        return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
-    docs = itertools.islice(task.eval_docs, config.limit)
+    docs = list(itertools.islice(task.eval_docs, config.limit))
+    for number, doc in enumerate(docs, 1):
+        choices = None
+        with suppress(Exception):  # Of a template; lm-eval raises TypeError for a task without `doc_to_choice`.
+            choices = task.doc_to_choice(doc)
+        # lm-eval would iterate over the characters of a string, and without choices fail after the last answer.
+        if not (isinstance(choices, list) and choices):
+            found = f"the choices of its row {number} are {choices!r:.80}"
+            return [Problem(where, found, "write `doc_to_choice` as a list, and leave out rows without choices")]
     if task.multiple_input or task.config.process_results or any(_has_answer(task, doc) for doc in docs):
         return []
     first = task.doc_to_target(task.eval_docs[0])

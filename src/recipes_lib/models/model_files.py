@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 
@@ -35,6 +36,27 @@ def list_model_files(folder: Path) -> list[str]:
     """Return the names of the model's files in a folder, without subfolders."""
     top = [path.name for path in folder.iterdir() if path.is_file()]
     return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
+
+
+def find_sentencepiece(keys: Mapping[str, Any]) -> Path | None:
+    """Return the SentencePiece model of a loaded tokenizer; ``None`` if it has none, or its folder was deleted.
+
+    Args:
+        keys: Names and revisions of model and tokenizer by their keys; others are ignored.
+    """
+    # Slow to import, and not needed to list files.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    own = keys.get("tokenizer_name_or_path")
+    name = str(own or keys.get("model_name_or_path"))
+    revision = str(keys.get("tokenizer_revision") or (None if own else keys.get("model_revision")) or "main")
+    with suppress(HFValidationError):  # Of a deleted folder.
+        is_local = Path(name).is_dir()
+        file = Path(name, SENTENCEPIECE) if is_local else try_to_load_from_cache(name, SENTENCEPIECE, revision=revision)
+        if isinstance(file, str | Path) and Path(file).is_file():
+            return Path(file)
+    return None
 
 
 def is_model(folder: Path) -> bool:

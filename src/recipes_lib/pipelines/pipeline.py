@@ -263,6 +263,8 @@ class _Reader:
         words = [resolve(word) for word in self._find_program(where, kind, entry)]
         # `config` comes first, and may be swept too.
         given = {"config": entry.get("config")} | (entry.get("set") or {}) | dict(keys)
+        for key in {"help", "print_config", "print-config"} & given.keys():
+            self._refuse(f"{where}.{key}", "prints a text in place of the work of the stage", "delete it")
         flags = {key: resolve(value) for key, value in given.items() if (key, value) != ("config", None)}
         argv = [word for key, value in flags.items() for word in (_Known(f"--{key}", f"--{key}"), value)]
         # A recipe writes to its own `output_dir` if `set` has one.

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
@@ -29,7 +27,7 @@ from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_origin
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
 from recipes_lib.models.inference import compute_probe_logits, find_device, find_logit_shift
 from recipes_lib.models.loading import find_model_folder
-from recipes_lib.models.model_files import SENTENCEPIECE
+from recipes_lib.models.model_files import SENTENCEPIECE, find_sentencepiece
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
@@ -154,14 +152,8 @@ def copy_sentencepiece(keys: Mapping[str, Any], folder: Path) -> None:
         keys: Names and revisions of model and tokenizer by their keys; others are ignored.
         folder: Folder of the saved model.
     """
-    own = keys.get("tokenizer_name_or_path")
-    name = str(own or keys.get("model_name_or_path"))
-    revision = str(keys.get("tokenizer_revision") or (None if own else keys.get("model_revision")) or "main")
-    # Of a folder that was deleted during the run, and of a run over its own start model.
-    with suppress(HFValidationError, shutil.SameFileError):
-        is_local = Path(name).is_dir()
-        file = Path(name, SENTENCEPIECE) if is_local else try_to_load_from_cache(name, SENTENCEPIECE, revision=revision)
-        if isinstance(file, str | Path) and Path(file).is_file():
+    with suppress(shutil.SameFileError):  # Of a run over its own start model.
+        if file := find_sentencepiece(keys):
             shutil.copyfile(file, folder / SENTENCEPIECE)
 
 

@@ -185,6 +185,9 @@ class Publication:
             if digest is not None and addition.upload_info.sha256.hex() != digest:
                 raise DamagedError(f"{addition.path_in_repo} does not match its SHA-256")
         repository, branch = self._target.repository, self._target.branch
+        # If another process commits meanwhile, the Hub refuses (412), and the attempt is repeated: a mixture of two
+        # models would load as neither.
+        parent = self._api.model_info(repository, revision=branch).sha
         # One at a time: for several files upstream starts a thread pool, which delays the exit of the interpreter.
         for addition in additions:
             self._api.preupload_lfs_files(repository, [addition], revision=branch)
@@ -192,16 +195,17 @@ class Publication:
         # commits: a model loaded between two of them would have shards of two models.
         commit = self._api.create_commit(
             repository,
-            [*self._list_deletions(contents, files), *additions],
+            [*self._list_deletions(contents, files, parent), *additions],
             commit_message=f"Publish {contents.name}",
             revision=branch,
+            parent_commit=parent,
         )
         if contents.tag is not None:
             self._tag(contents.tag, commit.oid)
         return str(commit.oid)
 
-    def _list_deletions(self, contents: Contents, files: Files) -> Iterator[CommitOperationDelete]:
-        for path in self._list_files(self._target.branch):
+    def _list_deletions(self, contents: Contents, files: Files, parent: str | None) -> Iterator[CommitOperationDelete]:
+        for path in self._list_files(parent):
             # Deleted: files of an older checkpoint in the state folder, and of an older model at the top.
             is_state = bool(contents.state) and path.startswith(f"{contents.state}/")
             is_model = any(

@@ -14,7 +14,14 @@ from huggingface_hub import constants
 from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, verify_fields
-from recipes_lib.models.model_files import MODEL_FILES, TEMPLATES, find_damage, is_model
+from recipes_lib.models.model_files import (
+    MODEL_FILES,
+    SENTENCEPIECE,
+    TEMPLATES,
+    find_damage,
+    find_sentencepiece,
+    is_model,
+)
 from recipes_lib.publish.card import ADAPTER_CONFIG, CHART, build_card, make_portable, read_portable_adapter
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
@@ -90,6 +97,9 @@ def collect_files(contents: Contents, folder: Path) -> Files:
     """
     source, record = contents.source, read_facts(folder)
     files: dict[str, Path | bytes] = {path: source / path for path in list_published(source)}
+    # transformers does not save it in a checkpoint; a final model has it.
+    if contents.hashes and (file := find_sentencepiece(record.get("config", {}))):
+        files.setdefault(SENTENCEPIECE, file)
     if contents.state:
         files |= {f"{contents.state}/{path}": source / path for path in (*contents.hashes, COMPLETE)}
     manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
