@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import EXIT_BUG, ConfigError, DataError, Problem
 from recipes_lib.files import read_record
+
+logger = logging.getLogger(__name__)
 
 _PID_FILE: Final = "pid"
 _POLL_SECONDS: Final = 0.1
@@ -158,6 +162,13 @@ def is_first_to_report(words: str) -> bool:
     except OSError as error:  # Without the file, as with a full ``/tmp``, the error is printed again.
         return not isinstance(error, FileExistsError)
     return True
+
+
+@cache
+def warn_once(words: str) -> None:
+    """Log a warning that no process of this machine has logged."""
+    if is_first_to_report(words):
+        logger.warning(words)
 
 
 def find_dead_process() -> str | None:

@@ -143,6 +143,13 @@ def test_damaged_set_is_logged_and_rebuilt(tmp_path, caplog, name, damage):
     assert not caplog.text
 
 
+def test_damage_is_logged_once(tmp_path, caplog):
+    (write(tmp_path).path / "train/data.arrow").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert store.make_set(tmp_path, KEY, {}, build).is_new
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("check_bytes", [False, True])
 def test_changed_bytes_are_detected_with_check_bytes(tmp_path, check_bytes):
     first = store.make_set(tmp_path, KEY, {}, build)

@@ -43,6 +43,9 @@ def test_checkpoint_size_matches_files_of_trainer(tiny_model_dir, tmp_path, opti
         ({"save_strategy": "epoch", "max_steps": 100}, {}, 1),
         ({"save_strategy": "epoch", "max_steps": 100}, {"num_epochs": 7.2}, 8),
         ({"save_strategy": "epoch", "num_train_epochs": 1000}, {}, 100),
+        ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 20, "max_steps": 100}, {}, 5),
+        ({"save_strategy": "best", "eval_strategy": "steps", "logging_steps": 25}, {}, 4),
+        ({"save_strategy": "best", "eval_strategy": "epoch", "num_train_epochs": 3}, {}, 3),
         # Checkpoints that are kept beyond `save_total_limit`.
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50}, 5),
         ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_protected": 1}, 6),

@@ -23,6 +23,7 @@ from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import fsync, hash_file, is_locked, read_record, replace_record, try_lock
+from recipes_lib.processes import warn_once
 
 if TYPE_CHECKING:
     import datasets
@@ -126,7 +127,8 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
             return None
         intact = False
     if not intact:
-        logger.warning("The prepared set %s is damaged; it will be built again.", path)
+        # Once, since processes that wait for the new set look for it twice a second.
+        warn_once(f"The prepared set {path} is damaged; it will be built again.")
         return None
     return PreparedSet(path, key, manifest)
 

@@ -96,7 +96,9 @@ def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
 
 
 def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float | None) -> int:
-    strategy = str(read_training(training, "save_strategy"))
+    # `best` saves at evaluations.
+    event = "eval" if read_training(training, "save_strategy") == "best" else "save"
+    strategy = str(read_training(training, f"{event}_strategy"))
     if strategy == "no":
         return 0
     if strategy != "steps":
@@ -104,5 +106,5 @@ def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float 
             num_epochs = 1 if read_training(training, "max_steps") > 0 else read_training(training, "num_train_epochs")
         # An incomplete last epoch is saved too.
         return min(num_steps, max(1, math.ceil(num_epochs)))
-    every: float = read_training(training, "save_steps")
+    every: float = read_training(training, f"{event}_steps") or read_training(training, "logging_steps")
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))

@@ -143,6 +143,16 @@ def test_stream_drops_broken_rows_up_to_limit(build_config, make_chats, tiny_tok
         assert any("8 of 48 rows" in finding.found for finding in found)
 
 
+def test_no_row_left_is_error_at_every_limit(build_config, load_tokenizer, tiny_tokenizer, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"messages": []}\n' * 3)
+    keys = {"dataset_name": str(path), "max_length": 128, "broken_rows": "drop", "max_broken_fraction": 1}
+    with pytest.raises(DataError, match=r"3 of 3 rows \(100\.00%\) are broken"):
+        prepare(build_config(**keys), load_tokenizer)
+    with pytest.raises(DataError, match=r"3 of 3 rows \(100\.00%\) are broken"):
+        audit_first_window(build_config(**keys, dataset_streaming=True), tiny_tokenizer)
+
+
 def endless():
     while True:
         yield Problem("stream row 0", "broken")

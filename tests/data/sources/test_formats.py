@@ -274,6 +274,12 @@ def test_verdict_columns_are_described_as_published() -> None:
     assert str(detect_format(entry)) == expected
 
 
+def test_verdict_beside_a_pair_is_not_read() -> None:
+    raw = {**CASES["PKU-SafeRLHF"][1], "chosen": "Yes.", "rejected": "No."}
+    row = convert(raw)
+    assert (row.prompt, row.completion, row.rejected) == (raw["prompt"], "Yes.", "No.")
+
+
 def test_column_with_two_meanings_in_a_layout_is_described_once() -> None:
     entry = RawRow("d:1", 1, CASES["distilabel-math-preference"][1])
     assert str(detect_format(entry)).count("instruction") == 1

@@ -15,6 +15,7 @@ from recipes_lib.data.sources.messages import (
     RowError,
     check_text,
     clean_messages,
+    find_roles,
     read_chat_extras,
     refuse_media,
     split_marks,
@@ -46,6 +47,15 @@ def test_every_role_maps_to_template_role(written: str) -> None:
     value = '{"name": "f", "arguments": {}}'
     (message,) = clean_messages([{"from": written, "value": value}], "conversations")
     assert message["role"] in ("system", "developer", "user", "assistant", "tool")
+
+
+@pytest.mark.parametrize(
+    "written", [{"role": None, "from": "function_call"}, {"from": " tool_call"}, {"from": None, "role": "tool_call"}]
+)
+def test_call_is_read_under_each_spelling_of_its_role(written: dict[str, object]) -> None:
+    (message,) = clean_messages([{**written, "content": '{"name": "f", "arguments": {}}'}], "messages")
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    assert find_roles([written]) == ["assistant"]
 
 
 def test_invalid_call_in_a_turn_is_located() -> None:

@@ -63,6 +63,20 @@ def test_repeat_that_draws_no_row_is_error(others: int, files: tuple[str, str]) 
     assert len(texts(build_mixture([{"name": files[0], "repeat": 1.01}]))) == NUM_ROWS
 
 
+def test_weight_that_draws_no_row_is_error(files: tuple[str, str]) -> None:
+    with pytest.raises(DataError, match=r"its weight, 0\.001, draws none of its 40 rows"):
+        texts(build_mixture([{"name": files[0], "weight": 1}, {"name": files[1], "weight": 0.001}]))
+
+
+@pytest.mark.parametrize("amount", [{"weight": 1}, {"repeat": 0.5}])
+def test_empty_source_is_the_only_error(amount: dict[str, float], files: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    names = files[0], str(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match="no rows: it is empty") as caught:
+        texts(build_mixture([{"name": name, **amount} for name in names]))
+    assert [problem.where for problem in caught.value.problems] == [names[1]]
+
+
 @pytest.mark.parametrize("scale", [1, 100, 0.3])
 @pytest.mark.parametrize(
     ("weights", "expected"),

@@ -88,6 +88,12 @@ def test_row_may_be_a_list_of_messages(start: str, between: str, end: str, may_b
     assert found == [{"messages": chat} for chat in chats]
 
 
+def test_lines_of_long_lists_are_not_read_as_an_array() -> None:
+    chats = [[{"role": "user", "content": "a" * 100_000}, {"role": "assistant", "content": "b"}]] * 2
+    content = "\n".join(map(json.dumps, chats)).encode()
+    assert columns(read(content, may_be_document=False)) == [{"messages": chat} for chat in chats]
+
+
 def test_single_json_object_is_one_row() -> None:
     row = {"messages": [{"role": "user", "content": "a"}]}
     assert columns(read(json.dumps(row, indent=2).encode())) == [row]

@@ -137,13 +137,13 @@ def _suggest(raw: Raw, present: list[str], usual: str) -> str:
 
 
 def _judge(entry: RawRow) -> Raw:
-    """Return the columns of a row; those of two answers and of a verdict on them as a question with a pair.
+    """Return the columns of a row; those of two answers and a verdict as a question with a pair, unless it has one.
 
     Raises:
         DataError: The verdict is for neither answer.
     """
     raw, undecided = entry.columns, []
-    for verdict, question, answers in _VERDICTS:
+    for verdict, question, answers in () if raw.keys() & {"question", "chosen", "rejected"} else _VERDICTS:
         if verdict in raw and {question, *answers} <= raw.keys():
             given = raw[verdict]
             if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import lzma
 import os
 import re
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from io import BufferedReader, RawIOBase
 from os.path import realpath
 from pathlib import Path
@@ -34,9 +33,7 @@ from recipes_lib.data.sources.readers import (
 from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem, ReadFailedError, collect_problems, list_first, raise_problems
 from recipes_lib.files import hash_file, is_inside, read_record, replace_record
-from recipes_lib.processes import is_first_to_report
-
-logger = logging.getLogger(__name__)
+from recipes_lib.processes import warn_once
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
 READERS: Final[Mapping[str, Callable[..., Iterator[Entry]]]] = {
@@ -286,14 +283,8 @@ def _list_data(folder: Path, name: str) -> list[Path]:
     # `recipes clean` writes its report, in HTML, beside the data.
     if data and (others := [file for file in files if find_suffix(file) not in (*READERS, ".html")]):
         names = list_first(file.relative_to(folder).as_posix() for file in others)
-        _warn_once(f"{name}: files of unknown kinds are ignored: {names}")
+        warn_once(f"{name}: files of unknown kinds are ignored: {names}")
     return data
-
-
-@cache
-def _warn_once(words: str) -> None:
-    if is_first_to_report(words):
-        logger.warning(words)
 
 
 def list_files(folder: Path, name: str) -> list[Path]:

@@ -213,7 +213,7 @@ def zip_turns(questions: str, answers: str, column: str) -> list[Message]:
 def find_roles(turns: object) -> list[str]:
     """Return the role of each object in a list, an empty one if it has none."""
     items = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, (list, tuple)) else []
-    return [ROLES.get(str(turn.get("from", turn.get("role"))).lower(), "") for turn in items]
+    return [ROLES.get(str(turn.get("from") or turn.get("role")).strip().lower(), "") for turn in items]
 
 
 def are_pairs(value: object) -> bool:
@@ -344,9 +344,10 @@ def _clean_message(written: object, place: str) -> Message:
     for key, name in _KEYS.items():
         if key in cleaned and name not in cleaned:
             cleaned[name] = cleaned.pop(key)
-    role = cleaned["role"] = _read_role(cleaned, place)
+    written_role, role = cleaned.get("role"), _read_role(cleaned, place)
+    cleaned["role"] = role
     is_trained = _take_marks(cleaned, role, place)
-    if str(message.get("role", message.get("from"))).lower() in _CALLERS:
+    if str(written_role).strip().lower() in _CALLERS:
         calls = _parse_function_calls(cleaned.get("content"), f"{place}.content")
         cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:

@@ -233,13 +233,14 @@ class Mixture:
         if not weights:
             return [part.repeat for part in self.parts]
         counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
-        # No row is repeated, so the part with the fewest rows for its weight determines the size of the mixture.
-        total = min(count / weight for count, weight in zip(counts, weights, strict=True))
-        return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
+        # No row is repeated, so the part with the fewest rows for its weight determines the size of the mixture. Empty
+        # parts are read too, which raises.
+        total = min((count / weight for count, weight in zip(counts, weights, strict=True) if count), default=0)
+        return [round(total * weight) / count if count else 1 for count, weight in zip(counts, weights, strict=True)]
 
     def _read(self, part: Part, num_passes: float) -> Iterator[Row | Problem]:
-        drawn = self._draw(part, num_passes % 1)
-        if num_passes < 1 and not any(drawn):
+        drawn = self._draw(part, num_passes)
+        if num_passes < 1 and drawn and not any(drawn):
             key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
             found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
             raise DataError(Problem(part.source.name, found, f"raise the {key}, or remove it from the mixture"))
@@ -253,16 +254,19 @@ class Mixture:
                 if (not number) if isinstance(entry, Problem) else is_drawn:
                     yield entry
 
-    def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
-        """Return a mask of the rows that a fraction of a pass draws, a function of the part's content and the seed."""
-        if not fraction:
+    def _draw(self, part: Part, num_passes: float) -> Sequence[bool]:
+        """Return a mask of the rows that the last, partial pass draws, a function of the part's content and the seed.
+
+        It is empty if all passes are whole.
+        """
+        if num_passes and not num_passes % 1:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
         key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
         # The content is part of the seed, so that sources of equal length draw different rows.
         order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)
         drawn = np.zeros(num_rows, dtype=np.bool_)
-        drawn[order[: round(fraction * num_rows)]] = True
+        drawn[order[: round(num_passes % 1 * num_rows)]] = True
         mask: list[bool] = drawn.tolist()
         return mask
 

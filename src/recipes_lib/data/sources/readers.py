@@ -159,6 +159,8 @@ def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iter
     Raises:
         DataError: The file cannot be read further.
     """
+    # A larger buffer: the first chat may be longer than the usual 8 KiB.
+    file = BufferedReader(file, 1 << 20)
     start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
     # No JSON document has a line end between brackets, so that these are lines with an array each.
     if start.startswith(b"[") and not re.search(rb"\]\r?\n\[", start):

@@ -255,13 +255,15 @@ class BrokenRows:
         Args:
             name: Name of the dataset in the error.
         """
-        if self.num_broken <= self._max_fraction * self.num_rows:
+        # At least one row must be left, also of a dataset all of which may be broken.
+        if not self.num_broken or self.num_broken <= min(self._max_fraction * self.num_rows, self.num_rows - 1):
             return [*self.fatal]
         # Without the problems of an interrupted process, which are not known any more.
         problems = merge_alike(self._problems, self.num_rows)
         if self.are_dropped:
             found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
-            problems.insert(0, Problem(name, found, "fix them, or raise max_broken_fraction"))
+            remedy = "fix them" + (", or raise max_broken_fraction" if self.num_broken < self.num_rows else "")
+            problems.insert(0, Problem(name, found, remedy))
         elif self.num_broken <= self._droppable_fraction * self.num_rows:
             remedy = "correct them, or set `broken_rows: drop`, which leaves them out and counts them"
             problems.append(Problem(name, f"{self.describe()} are broken", remedy))
