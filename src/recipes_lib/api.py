@@ -55,7 +55,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
-        PreemptedError: The file ``STOP`` in ``output_dir`` stopped the run; the same call resumes it. A ``SystemExit``.
+        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training after a step, which is saved;
+            the same call resumes it. A ``SystemExit``. Ctrl-C at other times, and again, raises ``KeyboardInterrupt``.
 
     Source: ``tests/test_api.py``.
     """
@@ -153,7 +154,8 @@ def _preserving_state() -> Iterator[None]:
     # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with ExitStack() as stack:
-        # Its request and its end concern this run only.
+        # A request, and the end, of a run or a failed command concern that alone.
+        STOP.reset()
         stack.callback(STOP.reset)
         stack.callback(random.setstate, random.getstate())
         if logging := sys.modules.get("transformers.utils.logging"):
