@@ -158,6 +158,15 @@ def test_train_is_independent_of_working_directory_and_restores_progress_bars(ke
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_check_shows_nothing_in_a_notebook(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, rich displays what is printed to any file below the cell."""
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *printed: shown.append(printed))
+    assert check("sft", keys) == []
+    assert shown == []
+
+
 def test_config_file_and_overrides_match_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -55,7 +54,7 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
-        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training after a step, which is saved;
+        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training; its last step is saved, and
             the same call resumes it. A ``SystemExit``. Ctrl-C at other times, and again, raises ``KeyboardInterrupt``.
 
     Source: ``tests/test_api.py``.
@@ -92,7 +91,7 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
     with _ONE_RUN, _preserving_state():
-        return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
+        return check_run(loaded, plan_launch(None), Console(quiet=True))
 
 
 def load_run(folder: str | Path) -> RunFiles:
