@@ -54,8 +54,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
-        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training; its last step is saved, and
-            the same call resumes it. A ``SystemExit``. Ctrl-C at other times, and again, raises ``KeyboardInterrupt``.
+        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training. Its last step is saved;
+            the same call resumes it. A ``SystemExit``; Ctrl-C at other times, and again, raises ``KeyboardInterrupt``.
 
     Source: ``tests/test_api.py``.
     """
