@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -23,11 +24,11 @@ from transformers import IntervalStrategy
 from transformers.utils.logging import set_tqdm_hook
 
 import recipes_lib
-from recipes_lib import check, load_run, train
-from recipes_lib.api import _format_value, _load
-from recipes_lib.errors import ConfigError, PreemptedError
+from recipes_lib import check, cli, load_run, train
+from recipes_lib.api import _format_value, _load, _preserving_state
+from recipes_lib.errors import EXIT_USER, ConfigError, PreemptedError
 from recipes_lib.report.run_files import RunFiles
-from recipes_lib.stopping import STOP
+from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
@@ -66,6 +67,35 @@ def test_run_after_a_stopped_one_is_not_stopped(keys: dict[str, Any], monkeypatc
             train("sft", keys)
     STOP.raise_if_pending()
     assert train("sft", keys).facts["status"] == "done"
+
+
+def test_ctrl_c_saves_last_step_and_same_call_resumes(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    train_step = SFTTrainer.training_step
+
+    def interrupt(self: Any, *arguments: Any) -> Any:
+        if STOP.reason is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(self, *arguments)
+
+    saving = {**keys, "save_strategy": "steps", "save_steps": 2}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SFTTrainer, "training_step", interrupt)
+            with pytest.raises(PreemptedError, match="SIGINT: stopped after step 1; checkpoint-1 is complete"):
+                train("sft", saving)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert train("sft", saving).facts["resumed_from"] == "checkpoint-1"
+
+
+def test_run_after_a_failed_command_is_not_ended(keys: dict[str, Any]) -> None:
+    """As after ``%run recipes/sft.py`` with a wrong key: answers to judges and rewards would be left out."""
+    assert cli.main(["check", "--config", "missing.yaml"]) == EXIT_USER
+    with pytest.raises(StopPendingError):
+        STOP.raise_if_pending()
+    with _preserving_state():
+        STOP.raise_if_pending()
 
 
 def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -126,6 +156,15 @@ def test_train_is_independent_of_working_directory_and_restores_progress_bars(ke
     assert run.facts["config"]["output_dir"] == "run", "a record names no folder of this machine"
     assert {"model.safetensors", "checkpoint-2", "report.html"} <= {path.name for path in run.path.iterdir()}
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_check_shows_nothing_in_a_notebook(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, rich displays what is printed to any file below the cell."""
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *printed: shown.append(printed))
+    assert check("sft", keys) == []
+    assert shown == []
 
 
 def test_config_file_and_overrides_match_command_line(keys: dict[str, Any], tmp_path: Path) -> None:

@@ -267,6 +267,13 @@ def test_interpreter_without_docstrings_is_refused() -> None:
     assert done.stderr.startswith("PYTHONOPTIMIZE=2 ")
 
 
+def test_plots_need_no_backend_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's shell has its variables: without its packages, as in another environment, matplotlib cannot start."""
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    code = "from recipes_lib.boundary import run_command; run_command(lambda: None); import matplotlib"
+    run_python(code)
+
+
 def test_expected_warnings_of_libraries_are_suppressed() -> None:
     code = (
         "import logging, sys; from recipes_lib.boundary import run_command\n"

@@ -125,6 +125,25 @@ def test_closed_request_ignores_signals():
     assert process.returncode == 0
 
 
+def test_session_keeps_its_own_handlers():
+    """As after ``%run recipes/sft.py``: an interrupt of a later cell must not end the notebook."""
+    handlers = "[signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]"
+    body = f"sys.ps1 = '>>> '\nbefore = {handlers}\nSTOP.install()\nprint({handlers} == before)"
+    assert start(body, IMPORTS).communicate(timeout=30)[0] == "True\n"
+
+
+def test_interrupt_without_handlers_is_deferred_once():
+    body = (
+        "def work():\n  with STOP.deferred():\n    os.kill(os.getpid(), signal.SIGINT)\n    print(STOP.reason)\n"
+        "    if again: os.kill(os.getpid(), signal.SIGINT)\n"
+        "for again in (False, True):\n  STOP.reset()\n"
+        "  try: work()\n  except BaseException as error: print(type(error).__name__)\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    output = start(body, IMPORTS).communicate(timeout=30)[0]
+    assert output.split() == ["SIGINT", "PreemptedError", "SIGINT", "KeyboardInterrupt", "True"]
+
+
 @pytest.mark.parametrize("ending", ["", "STOP.close()\n"])
 def test_ignored_sighup_stays_ignored(ending):
     body = f"{ending}print('ready'); sys.stdin.readline(); print(STOP.reason)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -55,7 +54,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
-        PreemptedError: The file ``STOP`` in ``output_dir`` stopped the run; the same call resumes it. A ``SystemExit``.
+        PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training. Its last step is saved;
+            the same call resumes it. A ``SystemExit``; Ctrl-C at other times, and again, raises ``KeyboardInterrupt``.
 
     Source: ``tests/test_api.py``.
     """
@@ -91,7 +91,7 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
     with _ONE_RUN, _preserving_state():
-        return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
+        return check_run(loaded, plan_launch(None), Console(quiet=True))
 
 
 def load_run(folder: str | Path) -> RunFiles:
@@ -153,7 +153,8 @@ def _preserving_state() -> Iterator[None]:
     # A package that is not imported yet has no state. This module must not import torch: see ``FREE_OF_TORCH``.
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     with ExitStack() as stack:
-        # Its request and its end concern this run only.
+        # A request, and the end, of a run or a failed command concern that alone.
+        STOP.reset()
         stack.callback(STOP.reset)
         stack.callback(random.setstate, random.getstate())
         if logging := sys.modules.get("transformers.utils.logging"):

@@ -120,6 +120,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     atexit.register(gc.freeze)
     ignore_closed_output()
     processes.limit_threads()
+    processes.ignore_missing_plot_backend()
     hide_expected_warnings()
     STOP.is_reported = True
     error = None

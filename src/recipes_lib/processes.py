@@ -7,6 +7,7 @@ torchrun and ``accelerate launch`` give each process a folder, named by its loca
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -60,6 +61,13 @@ def limit_threads() -> None:
     # accelerate sets it to the cores of the machine. A value that is no number is an error of the start checks.
     if threads is None or (threads.isdecimal() and int(threads) > share):
         os.environ["OMP_NUM_THREADS"] = str(share)
+
+
+def ignore_missing_plot_backend() -> None:
+    """Unset the backend of a notebook's kernel in another environment, with which matplotlib cannot be imported."""
+    _, _, module = os.environ.get("MPLBACKEND", "").partition("module://")
+    if module and importlib.util.find_spec(module.split(".")[0]) is None:
+        del os.environ["MPLBACKEND"]
 
 
 def disable_tokenizer_threads() -> None:

@@ -60,8 +60,11 @@ class StopRequest:
         self.reason, self._is_closed, self._has_raised = None, False, False
 
     def install(self) -> None:
-        """Install the signal handlers; does nothing outside the main thread."""
-        if self._is_installed or threading.current_thread() is not threading.main_thread():
+        """Forget an earlier run, and install the signal handlers, but not in other threads or interactive sessions."""
+        self.reset()
+        # `%run` of a recipe: the handlers, and the end of a process that does not react to one, outlive it.
+        is_session = hasattr(sys, "ps1")
+        if self._is_installed or is_session or threading.current_thread() is not threading.main_thread():
             return
         self._is_installed, self.is_reported = True, False
         readable, writable = os.pipe()
@@ -87,13 +90,20 @@ class StopRequest:
 
         Raises:
             PreemptedError: The block succeeded, and there is a stop request.
+            KeyboardInterrupt: Without installed handlers, Ctrl-C was pressed again after a request.
         """
         self.is_deferred = True
+        # Of a script or notebook, which has no handlers of ours.
+        is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if handles := is_plain and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         # `finally`: an error of the block propagates, and takes precedence over a pending request.
         finally:
             self.is_deferred = False
+            if handles:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.reason is not None:
             raise self._stop_here()
 
@@ -136,6 +146,11 @@ class StopRequest:
                 processes.record_failure(stop, EXIT_PREEMPTED)
                 processes.unregister_process()
             raise stop
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None:
+            raise KeyboardInterrupt
+        self.request(signal.Signals(number).name)
 
     def _stop_here(self) -> PreemptedError:
         self._has_raised = True
