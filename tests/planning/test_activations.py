@@ -220,14 +220,20 @@ def test_layer_within_a_layer_is_not_counted_twice() -> None:
     assert [type(layer).__name__ for layer in list_layers(model)] == ["Zamba2MambaDecoderLayer", "Zamba2HybridLayer"]
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_experts_match_those_of_real_tensors(dtype) -> None:
-    """Weights in ``float32`` are the default of training, and their product is undefined for fake tensors."""
+def test_activations_of_experts_match_those_of_real_tensors(dtype, is_frozen) -> None:
+    """Weights in ``float32`` are the default of training, and their product is undefined for fake tensors.
+
+    Products with frozen weights, as under an adapter, do not save their inputs.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MixtralConfig(vocab_size=32, **sizes, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
 
     def build() -> MixtralForCausalLM:
         model = MixtralForCausalLM._from_config(config, dtype=dtype, attn_implementation=CAUSAL)
+        for layer in model.model.layers:
+            layer.mlp.experts.requires_grad_(not is_frozen)
         add_loss_head(model)
         return model
 

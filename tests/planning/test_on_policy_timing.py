@@ -36,7 +36,7 @@ def test_full_rows_are_answered_in_batches_bound_by_the_host() -> None:
     # Four documents of 128 + 128 tokens in each of two packed rows; 25.5 tokens/s of 32 layers.
     assert found[1:] == (8, 4, 2)
     flops = compute_flops_per_token(SHAPE, 256)
-    prompts = 8 * 128 * (flops.body + flops.head) / 3 / (0.3 * 989e12)
+    prompts = 8 * (128 * flops.body + flops.head) / 3 / (0.3 * 989e12)
     assert found.seconds == pytest.approx(2 * 128 * 8 / 32 / 25.5 + prompts)
     # Micro-batches are answered one after the other.
     halves = estimate(per_device_train_batch_size=1, gradient_accumulation_steps=2)

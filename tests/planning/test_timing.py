@@ -9,7 +9,7 @@ import pytest
 from tests.planning.runs import build_config
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
 
-from recipes_lib.planning.compute import compute_model_size
+from recipes_lib.planning.compute import compute_flops_per_token, compute_model_size
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.planning.timing import Iteration, estimate_iteration, list_readers
@@ -19,6 +19,7 @@ SHAPE = LlamaConfig(**SIZES, num_attention_heads=16, num_key_value_heads=4)
 EXPERTS = MixtralConfig(**SIZES, num_attention_heads=16, num_key_value_heads=4)
 VLLM = {"use_vllm": True}
 DEVICE = choose_device("H100")
+PEAK = 0.3 * 989e12
 
 
 def estimate(
@@ -48,7 +49,9 @@ def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -
     # 2-byte keys and values of 8 layers, 4 heads of 64, and on average 256 + 512 / 2 tokens.
     rows = 64 * 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
     decoding = 512 * (2 * compute_model_size(shape).total + rows) / 3.35e12
-    prefill = found.scoring * 256 / 768
+    flops = compute_flops_per_token(shape, 768)
+    # A prompt is read for the logits of its last token.
+    prefill = 64 * (256 * flops.body + flops.head) / 3 / PEAK
     assert (*found.lengths, found.decoding.batch, found.decoding.num_batches) == (256, 512, 64, 1)
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
 
@@ -82,6 +85,16 @@ def test_updates_scale_with_epochs_and_scoring_with_models() -> None:
     assert (twice.updates, twice.scoring) == pytest.approx((2 * once.updates, 2 * once.scoring))
     ppo = estimate("ppo")
     assert (ppo.updates, ppo.scoring) == pytest.approx((2 * once.updates, 3 * once.scoring))
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_logits_are_those_of_answers_alone(use_peft: bool) -> None:
+    found, flops = (
+        estimate(use_peft=use_peft),
+        [compute_flops_per_token(SHAPE, 768, is_frozen=is_frozen) for is_frozen in (False, use_peft)],
+    )
+    forward, update = (64 * (768 * each.body + 512 * each.head) / PEAK for each in flops)
+    assert (found.scoring, found.updates) == pytest.approx((forward / 3, update))
 
 
 def test_recomputation_affects_updates_only() -> None:

@@ -76,9 +76,11 @@ class AutocastAsOnCuda(TorchFunctionMode):
         """Call ``func``, with 16-bit tensors cast to ``float32`` if autocast on CUDA would cast them."""
         given: Any = (args, kwargs or {})
         name = getattr(func, "__name__", "").strip("_")
-        # The product of experts has kernels for every dtype, but is defined for fake tensors in bfloat16 alone.
+        # The product of experts has kernels for every dtype, but is defined for fake tensors in bfloat16 alone. That
+        # with the first expert has the same shape, and saves as much.
         if name == "grouped_mm" and args[0].dtype != torch.bfloat16:
-            return torch.ops.transformers.grouped_mm_fallback(*args[:2], given[1]["offs"])
+            with torch.autocast("cpu", enabled=False):  # Which does not cast the product of experts.
+                return args[0] @ args[1][0]
         if name in FLOAT32_ON_CUDA and torch.is_autocast_enabled("cpu"):
             half = (torch.bfloat16, torch.float16)
             given = tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.dtype in half else tensor, given)

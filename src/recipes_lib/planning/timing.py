@@ -242,7 +242,8 @@ def estimate_decoding(
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
     token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)
     flops = compute.compute_flops_per_token(model_config, prompt + answer)
-    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD * num_answers * prompt
+    # Of a prompt, only the last token is projected to logits.
+    forward = flops.total(num_answers * prompt, num_answers) / compute.FORWARD_AND_BACKWARD
     reading = 3600 * compute.compute_hours(forward, 1, device.flops, find_forward_mfu(config, mfu))
     return Decoding(reading + num_batches * answer * token, num_answers, batch, num_batches)
 
@@ -332,12 +333,13 @@ def estimate_iteration(
     decoding = estimate_decoding(config, model_config, each, lengths, device, mfu)
     reading = find_forward_mfu(config, mfu)
 
-    def time(flops: float, num_tokens: int, share: float) -> float:
-        return 3600 * compute.compute_hours(flops * num_answers * num_tokens, num_gpus, device.flops, share)
+    def time(flops: compute.TokenFlops, share: float) -> float:
+        # Logits are computed at the tokens of answers alone.
+        counted = num_answers * flops.total(held.length, held.num_predicted)
+        return 3600 * compute.compute_hours(counted, num_gpus, device.flops, share)
 
-    flops = compute.compute_flops_per_token(model_config, held.length)
-    forward = (flops.body + flops.head) / compute.FORWARD_AND_BACKWARD
     trained = compute.compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
+    forward = time(compute.compute_flops_per_token(model_config, held.length), reading) / compute.FORWARD_AND_BACKWARD
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, size, layout), layout, device)
     # Each forward pass gathers the weights; for sampling they are gathered, or sent to the engine, once.
@@ -345,10 +347,10 @@ def estimate_iteration(
     num_passes_read = len(readers) * math.ceil(each / config.read("per_device_eval_batch_size"))
     per_step = held.num_rows * config.read("gradient_accumulation_steps") * layout.num_processes
     num_steps = num_passes * num_answers / per_step
-    computing = num_passes * time(trained.body + trained.head, held.length, mfu)
+    computing = num_passes * time(trained, mfu)
     return Iteration(
         sampling=gathering + decoding.seconds,
-        scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
+        scoring=max(len(readers) * forward, num_passes_read * gathering),
         # Traffic with the host does not overlap: it waits for the optimizer step there.
         updates=num_trained
         * (max(computing, num_steps * (sent.model + sent.replicas)) + num_steps * (sent.host + sent.update)),
