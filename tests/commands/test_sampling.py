@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -247,6 +248,8 @@ def test_row_file_rejects_other_key_and_foreign_file(tmp_path):
     (tmp_path / "mine.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="not written by this command"):
         open_file(tmp_path / "mine.jsonl")
+    with pytest.raises(ConfigError, match="not written by this command"):
+        open_file(Path("/dev/null"))
 
 
 def test_row_file_without_batches_restarts_with_any_key(tmp_path):

@@ -124,7 +124,7 @@ class RowFile(Generic[Counted]):
                 raise ConfigError(
                     Problem(str(path), f"holds {what}", "name another output, or delete it and its record")
                 )
-        elif path.exists() and path.stat().st_size:
+        elif path.exists() and (path.stat().st_size or not path.is_file()):
             raise ConfigError(Problem(str(path), "exists, and was not written by this command", "name another output"))
 
     def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
