@@ -165,6 +165,7 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (RuntimeError("not initialized: ThreadPoolBuildError { kind: IOError }"), "threads: no more threads can be"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "host memory: a library cannot"),
+        (RuntimeError("could not create a primitive"), "host memory: a library cannot get the memory"),
         (OSError(errno.ENOLCK, "No locks available"), "file locks: the file system of a cache"),
         (RuntimeError("[enforce fail] ifa != nullptr. Unable to find address for: eth9"), "IFNAME: there"),
         (RuntimeError("NCCL error\nBootstrap : no socket interface found"), "NCCL_SOCKET_IFNAME: there is no such"),

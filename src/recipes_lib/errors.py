@@ -103,9 +103,10 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "the file system of a cache or an output does not support them",
         "set HF_HOME or the output to a folder on another file system, or mount this one with locks",
     ),
-    "failed to map segment from shared object": (
+    # Of the dynamic linker, and of oneDNN.
+    "failed to map segment from shared object|could not create a primitive$": (
         "host memory",
-        "a library cannot be loaded into the memory that this process may use",
+        "a library cannot get the memory that it needs",
         "raise the limit (`ulimit -v unlimited`, or that of the job), or take a machine with more memory",
     ),
     "can't start new thread|ThreadPoolBuildError": (

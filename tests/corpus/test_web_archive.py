@@ -142,6 +142,15 @@ def test_compressed_body_that_ends_early_is_counted(tmp_path, encoding, is_chunk
     assert ledger.notes == ["a/a.warc:1: not a whole WARC record: Truncated compressed stream"]
 
 
+def test_bytes_after_a_gzip_body_are_ignored(tmp_path):
+    """As browsers do; some servers and crawlers append line ends or zeros."""
+    bodies = [gzip.compress(b"<p>one</p>") + end for end in (b"\r\n", bytes(8))]
+    write_warc(tmp_path / "a.warc", [("response", body, ("Content-Encoding", "gzip")) for body in bodies])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>one</p>"] * 2
+    assert not ledger.tallies[READ].removed
+
+
 @pytest.mark.parametrize("end", [b"5\r\nthree\r\n", b"5\r\nth"])
 def test_body_without_its_last_chunk_is_counted(tmp_path, end):
     body = b"3\r\n<p>\r\n4;name=value\r\none \r\n" + end

@@ -264,3 +264,12 @@ def test_cache_that_cannot_be_locked_is_not_reported_as_missing_data(tasks: Path
     monkeypatch.setattr(suites.TaskManager, "load", load)
     with pytest.raises(ConfigError, match="No locks available\n    set HF_HOME or the output"):
         load_tasks(build(tasks, "local_choice"))
+
+
+def test_cache_needs_a_home_folder(tasks: Path, monkeypatch) -> None:
+    """Otherwise `datasets` creates a folder named `~` in the working directory."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "~/.cache/huggingface")
+    with pytest.raises(ConfigError, match="no home folder"):
+        load_tasks(build(tasks, "local_choice"))

@@ -32,7 +32,7 @@ _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
 """First bytes of a gzip member that are enough to decompress ``_RECORD``."""
 _CODECS: Final = {"br": "brotli", "zstd": "zstd"}
-"""Content encoding of HTTP -> pyarrow's name; gzip is recognised by its first bytes."""
+"""Content encoding of HTTP -> pyarrow's name."""
 _CHUNK: Final = re.compile(rb"([0-9a-f]{1,8})[ \t]*(?:;[^\r\n]*)?\r\n", re.IGNORECASE)
 """Size of a chunk of an HTTP body, with its extension."""
 _ERROR: Final = re.compile(r"\S+ [345]\d\d")
@@ -245,10 +245,17 @@ def _read_body(record: Any) -> bytes:
         from warcio.bufferedreaders import BufferedReader
 
         return bytes(BufferedReader(io.BytesIO(content), decomp_type=encoding).read(MAX_PAGE_BYTES + 1))
-    if codec := "gzip" if content.startswith(_GZIP) else _CODECS.get(encoding):
+    if content.startswith(_GZIP):
+        # pyarrow would refuse bytes after the member, which browsers ignore.
+        decoder = zlib.decompressobj(_GZIP_WBITS)
+        page = decoder.decompress(content, MAX_PAGE_BYTES + 1)
+        if not decoder.eof and len(page) <= MAX_PAGE_BYTES:
+            raise OSError("Truncated compressed stream")
+        return page
+    if encoding in _CODECS:
         import pyarrow as pa
 
-        with pa.CompressedInputStream(pa.BufferReader(content), codec) as stream:
+        with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
             content = bytes(stream.read(MAX_PAGE_BYTES + 1))
     return content
 

@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from huggingface_hub import constants
 from jinja2 import TemplateError
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.config.paths import expand_home
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, Problem, explain_refusal, list_first, suggest
 
@@ -44,9 +46,11 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     """Load tasks and their data, in lm-eval's form (``tasks``, ``groups``, ``group_map``), and try a question of each.
 
     Raises:
-        ConfigError: A task does not exist, its data cannot be loaded or do not match its templates, or it runs code
-            without ``confirm_run_unsafe_code``. All problems of all tasks are reported together.
+        ConfigError: There is no home folder for the cache. Or a task does not exist, its data cannot be loaded or do
+            not match its templates, or it runs code without ``confirm_run_unsafe_code``. All problems of all tasks are
+            reported together.
     """
+    expand_home(constants.HF_HOME)  # Without a home folder, `datasets` would create one named `~` here.
     # lm-eval logs every default of a task file and every truncated prompt; `num_cut` of the record counts the latter.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
