@@ -56,6 +56,14 @@ def test_engine_decoding_is_bound_by_memory_bandwidth(shape: PretrainedConfig) -
     assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
 
 
+def test_single_answer_reads_selected_experts_only() -> None:
+    slow = dataclasses.replace(DEVICE, bandwidth=1e6)
+    found, size = estimate(answers=1, shape=EXPERTS, device=slow, **VLLM), compute_model_size(EXPERTS)
+    rows = 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
+    assert size.active < size.total / 2
+    assert found.sampling == pytest.approx(512 * (2 * size.active + rows) / 1e6, rel=1e-3)
+
+
 def test_decoding_reads_keys_within_sliding_windows() -> None:
     """Half of the layers read 64 keys, the others all of on average 256 + 512 / 2."""
     sizes = SIZES | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 64}

@@ -239,8 +239,10 @@ def estimate_decoding(
     # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
     row = _NARROW * compute.count_attended(model_config.get_text_config(), prompt + answer / 2, of_keys=True)
     host = 0 if is_continuous else _HOST_SECONDS * num_layers
-    # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host. A batch reads all experts.
-    token = max((_NARROW * whole.total + batch * row) / device.bandwidth, 2 * whole.active * batch / device.flops, host)
+    # Of experts, a batch reads those that its answers select, at most all.
+    read = _NARROW * min(whole.total, batch * whole.active) + batch * row
+    # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host.
+    token = max(read / device.bandwidth, 2 * whole.active * batch / device.flops, host)
     flops = compute.compute_flops_per_token(model_config, prompt + answer)
     # Of a prompt, only the last token is projected to logits.
     forward = flops.total(num_answers * prompt, num_answers) / compute.FORWARD_AND_BACKWARD
