@@ -80,7 +80,11 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
         f"dataloader_num_workers and {_RESUMES}",
     ),
-    "surrogates not allowed": (None, "is not valid UTF-8", "rename the file or folder, or correct the text"),
+    "surrogates not allowed": (
+        None,
+        "is not valid UTF-8, or the locale is not",
+        "rename the file or folder, correct the text, or set PYTHONUTF8=1",
+    ),
     "File too large": (
         None,
         "a file would exceed the size limit of this process or file system",
