@@ -131,6 +131,8 @@ class OutOfMemoryError(RuntimeError):
         (PermissionError(errno.EACCES, "Permission denied", "out/run.json"), "out/run.json: not permitted"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), f"{'a' * 120}: not a valid file path: File"),
         (UnicodeEncodeError("utf-8", "a/\udcff", 2, 3, "surrogates not allowed"), "a/\udcff: is not valid UTF-8"),
+        # In a locale without UTF-8, every accent of a path.
+        (UnicodeEncodeError("utf-8", "\udcc3\udcbc", 0, 2, "surrogates not allowed"), "PYTHONUTF8=1"),
         (OSError(errno.ENOTDIR, "Not a directory", "run.yaml/out"), "run.yaml/out: not a valid file path: Not a dir"),
         (OSError(errno.EMFILE, "Too many open files", "rows.jsonl"), "rows.jsonl: the limit of this process is"),
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),

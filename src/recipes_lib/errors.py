@@ -80,7 +80,11 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "its reason is shown above; without one it was killed, usually for a lack of host memory: lower "
         f"dataloader_num_workers and {_RESUMES}",
     ),
-    "surrogates not allowed": (None, "is not valid UTF-8", "rename the file or folder, or correct the text"),
+    "surrogates not allowed": (
+        None,
+        "is not valid UTF-8, or the locale is not",
+        "rename the file or folder, correct the text, or set PYTHONUTF8=1",
+    ),
     "File too large": (
         None,
         "a file would exceed the size limit of this process or file system",
@@ -357,12 +361,16 @@ def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def explain_refusal(error: BaseException) -> Problem | None:
+def explain_refusal(error: BaseException, written: Path | None = None) -> Problem | None:
     """Return the exhausted resource, missing permission or faulty device behind ``error``; ``None`` for other errors.
 
     Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device and
     host), faulty GPUs, limits on threads and on the size and number of files, invalid paths, files without read or
     write permission, a used rendezvous port, and token ids without an embedding.
+
+    Args:
+        error: The error.
+        written: Folder to name if the error has no file; ``None``: ``output``.
     """
     # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
     for cause in iterate_causes(error):
@@ -377,7 +385,7 @@ def explain_refusal(error: BaseException) -> Problem | None:
         for pattern, (place, found, remedy) in _PHRASES.items():
             if line := next(filter(re.compile(pattern).search, lines), None):
                 # The error of a copy names its source first, which may be on another disk.
-                target = getattr(cause, "filename2", None) or name or "output"
+                target = getattr(cause, "filename2", None) or name or written or "output"
                 return Problem(place or str(target)[:120], f"{found}: {line}", remedy)
         # A cause may be a file that a library has looked for in vain, before another error.
         is_unforeseen = code == errno.ENOENT and (cause is not error or Path(str(name)).parent.is_dir())

@@ -93,7 +93,7 @@ class StopRequest:
             KeyboardInterrupt: Without installed handlers, Ctrl-C was pressed again after a request.
         """
         self.is_deferred = True
-        # Of a script or notebook, without these handlers.
+        # In a script or notebook that calls `train`, it is Python's own.
         is_plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if handles := is_plain and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._interrupt)

@@ -243,7 +243,7 @@ class Run:
             found = f"was not loaded: a file in it contains objects other than tensors ({str(error).splitlines()[0]})"
             remedy = "delete the checkpoint: the same command resumes from the one before it"
             return ConfigError(Problem(str(self.resume_from or self.output_dir), found, remedy))
-        refusal = explain_refusal(error)
+        refusal = explain_refusal(error, self.output_dir)
         return ConfigError(refusal) if refusal else error
 
     def _summarise(self) -> dict[str, Any]:
