@@ -106,5 +106,6 @@ def _count_saves(num_steps: int, training: Mapping[str, Any], num_epochs: float 
             num_epochs = 1 if read_training(training, "max_steps") > 0 else read_training(training, "num_train_epochs")
         # An incomplete last epoch is saved too.
         return min(num_steps, max(1, math.ceil(num_epochs)))
-    every: float = read_training(training, f"{event}_steps") or read_training(training, "logging_steps")
+    # Upstream evaluates at every logged step by default.
+    every: float = read_training(training, f"{event}_steps") or training["logging_steps"]
     return -(-num_steps // max(1, round(every if every >= 1 else every * num_steps)))
