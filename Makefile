@@ -20,6 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 SOAK_MINUTES ?= 60
+# A test that hangs fails after ten minutes, with the stacks of all threads; the others go on in another process.
+PARALLEL := -n 2 --dist worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Files outside docs/ that pages link to; they are copied into the site.
 SITE_FILES := recipes/configs recipes/pipelines docker/compose.yaml Dockerfile
 .PHONY: help install check test prove test-min test-vllm test-slow soak demo bench pictures docs site clean
@@ -57,7 +59,7 @@ check: $(STAMP) ## lint, formatting, types, and the rules of the repository
 	@$(RUN) -m pytest -q tests/test_layers.py tests/test_ratchets.py
 
 test: $(STAMP) ## the tests, offline, on a CPU
-	@$(RUN) -m pytest -q -m "not slow" -n 2 --dist worksteal
+	@$(RUN) -m pytest -q -m "not slow" $(PARALLEL)
 
 prove: $(STAMP) ## compare results, speed and memory of this machine with reference values; for GPUs
 	@$(VENV)/bin/recipes prove
@@ -65,7 +67,7 @@ prove: $(STAMP) ## compare results, speed and memory of this machine with refere
 # tests/test_house.py compares the environment with constraints.txt.
 test-min: ## the single-process tests with the lowest declared versions, in .venv-min
 	@$(MAKE) --no-print-directory install VENV=.venv-min LOCK=constraints-min.txt
-	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist worksteal --ignore tests/test_house.py
+	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" $(PARALLEL) --ignore tests/test_house.py
 
 # vLLM's CPU wheel requires an older transformers and three packages that do not match its torch. It works with the locked
 # versions and without those packages.
