@@ -19,15 +19,7 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.config.values import split_import_path
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
-from recipes_lib.files import (
-    explain_write_errors,
-    fsync,
-    hash_file,
-    name_record,
-    read_record,
-    replace_record,
-    try_lock,
-)
+from recipes_lib.files import explain_write_errors, fsync, hash_file, name_record, read_record, replace_record, try_lock
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.distillation import (
-    RELATIONS,
-    compute_attention_sum,
-    compute_feature_sum,
-    compute_relation_sum,
-)
+from recipes_lib.losses.distillation import RELATIONS, compute_attention_sum, compute_feature_sum, compute_relation_sum
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard_like

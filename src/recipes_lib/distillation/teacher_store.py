@@ -17,15 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from recipes_lib.config.schema import RecipeConfig, TokensConfig
 from recipes_lib.data.packed.collators import find_targets
 from recipes_lib.data.sources.local_files import compute_digest
-from recipes_lib.data.store import (
-    PreparedSet,
-    Rows,
-    compute_key,
-    explain_disk_errors,
-    find_root,
-    find_set,
-    make_set,
-)
+from recipes_lib.data.store import PreparedSet, Rows, compute_key, explain_disk_errors, find_root, find_set, make_set
 from recipes_lib.errors import ConfigError, DataError, Problem, reported_at
 from recipes_lib.files import fsync
 from recipes_lib.losses.distillation import TopLogps, compute_top_logps

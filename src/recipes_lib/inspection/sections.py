@@ -345,11 +345,7 @@ class Inspection(ABC):
         """
         from recipes_lib.planning.compute import build_on_meta, find_dtype
         from recipes_lib.training.monitoring.callbacks import verify_trackers
-        from recipes_lib.training.optim.optimizers import (
-            plan_groups,
-            verify_optimizer,
-            warn_of_rounding,
-        )
+        from recipes_lib.training.optim.optimizers import plan_groups, verify_optimizer, warn_of_rounding
         from recipes_lib.training.trainers.recipe_trainer import configure_router_loss
 
         verify_optimizer(self.config, is_installed=True)

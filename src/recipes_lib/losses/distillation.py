@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.losses.projection import (
-    TEACHER_PART,
-    Chunk,
-    ChunkedSum,
-    LogitTransform,
-    Projection,
-)
+from recipes_lib.losses.projection import TEACHER_PART, Chunk, ChunkedSum, LogitTransform, Projection
 
 MIN_LOG_TAIL = -80.0
 """Lower bound of the log-probability of the tail; ``exp`` of it is still a normal ``float32``."""
@@ -100,10 +94,7 @@ class DistillationSums(NamedTuple):
 # The number of targets differs between batches: under torch.compile, every new number would be recompiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def compute_distillation(
-    hidden: Tensor,
-    weight: Tensor,
-    supervision: DistillationTargets,
-    **transform: Unpack[LogitTransform],
+    hidden: Tensor, weight: Tensor, supervision: DistillationTargets, **transform: Unpack[LogitTransform]
 ) -> DistillationSums:
     """Sum of the distillation objective over the targets, in nats, without logits of the whole batch.
 
@@ -260,13 +251,7 @@ class TopLogps(NamedTuple):
 
 @torch.no_grad()
 def compute_top_logps(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    k: int,
-    temperature: float,
-    **transform: Unpack[LogitTransform],
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, k: int, temperature: float, **transform: Unpack[LogitTransform]
 ) -> TopLogps:
     """Return the top-k log-probabilities of a teacher at each position, computed chunk by chunk.
 

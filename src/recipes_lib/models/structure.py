@@ -78,6 +78,13 @@ def find_head_dim(layer_config: Any) -> int:
     return int(getattr(layer_config, "head_dim", None) or layer_config.hidden_size // layer_config.num_attention_heads)
 
 
+def find_head_dims(layer_config: Any) -> tuple[int, int]:
+    """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
+    head_dim = find_head_dim(layer_config)
+    score_dim, value_dim = (getattr(layer_config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+    return score_dim, value_dim
+
+
 def find_sliding_window(text_config: PreTrainedConfig) -> int | None:
     """Return the smallest sliding window of all layers in tokens; ``None`` without one, or for 0, as in Qwen2 MoE."""
     windows = (getattr(layer, "sliding_window", None) for layer in list_layer_configs(text_config))

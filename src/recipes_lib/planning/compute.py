@@ -19,7 +19,7 @@ from recipes_lib.models.adapters.saved import INITS_CHANGING_BASE
 from recipes_lib.models.architecture import explaining_model, find_model_config
 from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 from recipes_lib.models.quantization import check_quantization
-from recipes_lib.models.structure import find_head_dim, freeze_outside_text, list_layer_configs
+from recipes_lib.models.structure import find_head_dims, freeze_outside_text, list_layer_configs
 
 FORWARD_AND_BACKWARD = 3
 """FLOPs of a forward and a backward pass over those of the forward pass; the backward pass takes two products, for the
@@ -212,13 +212,6 @@ _EXPERTS: Final = (
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
 
-def _find_head_dims(layer_config: Any) -> tuple[int, int]:
-    """Return the dimensions of queries and keys, and of values, which differ in multi-head latent attention."""
-    head_dim = find_head_dim(layer_config)
-    score_dim, value_dim = (getattr(layer_config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-    return score_dim, value_dim
-
-
 def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False) -> float:
     """Return the features of the keys and values that a query attends to, over all layers and heads.
 
@@ -238,7 +231,7 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
         if layer_type in _ATTENTION:
             window = getattr(layer, _ATTENTION[layer_type], None) or sequence_length
             heads = (of_keys and getattr(layer, "num_key_value_heads", None)) or layer.num_attention_heads
-            number += min(sequence_length, window) * heads * sum(_find_head_dims(layer))
+            number += min(sequence_length, window) * heads * sum(find_head_dims(layer))
     return number
 
 

@@ -229,13 +229,12 @@ class Fit:
         return ExpectedCurve(self.curve["metric"], self.curve["shares"], **lines)
 
 
-def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> Fit:
+def fit_law(runs: Sequence[Run], num_resamples: int = 200) -> Fit:
     """Fit a law to runs: Huber loss of log losses, summed, by L-BFGS-B from a grid of starts.
 
     Args:
         runs: Runs of at least six pairs of size and tokens, of three sizes and three numbers of tokens or more.
         num_resamples: Number of bootstrap fits, each initialised with the best fit to all runs.
-        seed: Seed of the resampling.
 
     Raises:
         DataError: There are too few runs, sizes, numbers of tokens or losses.
@@ -251,7 +250,7 @@ def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> 
         raise DataError(Problem("runs", f"{found} determine no law", remedy))
     logs = np.log(np.array(runs, dtype=np.float64))
     best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     draws = (logs[random.integers(len(logs), size=len(logs))] for _ in range(num_resamples))
     resampled = [_build_law(_solve(draw, best)[0]) for draw in draws]
     return Fit(_build_law(best), resampled, max(run.num_flops for run in runs))

@@ -14,13 +14,15 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any, Final
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.liger import apply_liger_kernel
 
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.environment import read_versions
 from recipes_lib.files import read_record
 from recipes_lib.losses.next_token import compute_cross_entropy
@@ -172,20 +174,12 @@ def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
     losses = []
     model.zero_grad()
     scale = 1 if bench.is_small else _SCALE
+    collate = PackedCollator(pad_token_id=0, layout="flat" if is_flat else "rows")
     for lengths in ([scale * length for length in row] for row in _LENGTHS):
-        # One row, (1, T), isolated by restarting positions, and for varlen kernels by document bounds.
-        ids = torch.arange(sum(lengths), device=bench.device)[None] * 7 % 256
-        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(bench.device)
-        inputs: dict[str, Any] = {
-            "input_ids": ids,
-            "position_ids": positions,
-            # The first token of a document is no target: its predictor is in the document before.
-            "labels": ids.masked_fill(positions == 0, IGNORE_INDEX),
-        }
-        if is_flat:
-            bounds = torch.tensor([0, *lengths], device=bench.device).cumsum(0, dtype=torch.int32)
-            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-            inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        ids = np.arange(sum(lengths)) * 7 % 256
+        batch = collate([{"input_ids": ids, "loss_mask": ids >= 0, "seq_lengths": lengths}])
+        del batch["num_tokens"]
+        inputs = send_to_device(batch, bench.device)
         with torch.autocast(bench.device.type, dtype, enabled=bench.is_cuda):
             loss = model(**inputs, loss_head=True).nll_sum
         loss.backward()

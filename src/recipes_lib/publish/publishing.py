@@ -25,25 +25,9 @@ from recipes_lib.environment import limit_silence
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
 from recipes_lib.models.model_files import MODEL_FILES, TEMPLATES
-from recipes_lib.publish.access import (
-    DEFAULT_BRANCH,
-    Target,
-    describe,
-    is_transient,
-    open_target,
-    read_status,
-    retry,
-)
+from recipes_lib.publish.access import DEFAULT_BRANCH, Target, describe, is_transient, open_target, read_status, retry
 from recipes_lib.publish.card import CHART
-from recipes_lib.publish.selection import (
-    MODEL,
-    RECORDS,
-    Contents,
-    Files,
-    collect_files,
-    find_contents,
-    read_facts,
-)
+from recipes_lib.publish.selection import MODEL, RECORDS, Contents, Files, collect_files, find_contents, read_facts
 from recipes_lib.quantities import pluralize
 
 SILENCE_SECONDS: Final = 120.0

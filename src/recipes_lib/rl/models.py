@@ -37,6 +37,7 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.compute import has_policy_reference
 from recipes_lib.planning.memory import find_critic_start
 from recipes_lib.training.guards.preemption import raise_if_stop_pending, stop_if_agreed
+from recipes_lib.training.guards.start_checks import select_parameters
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, set_precision, shard, shard_head
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
 from recipes_lib.training.trainers.trained_model import load_policy
@@ -147,21 +148,17 @@ class ActorCritic:
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters of the policy's optimizer by name; of a sharded policy, its shards."""
         # After a forward pass, FSDP2 exposes some gathered weights; updates of those would be lost.
-        reshard(self.policy)
-        return {
-            name: parameter
-            for name, parameter in self.policy.named_parameters()
-            if parameter.requires_grad and f".{CRITIC}." not in name
-        }
+        trained = select_parameters(self.policy, trained=True)
+        return {name: parameter for name, parameter in trained.items() if f".{CRITIC}." not in name}
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters of the critic's optimizer by name, like ``policy_parameters``."""
         assert self.critic is not None
-        reshard(self.critic)
-        parameters = dict(self.critic.named_parameters())
+        parameters = select_parameters(self.critic, trained=True)
         if self.is_shared:
-            parameters |= {name: value for name, value in self.policy.named_parameters() if f".{CRITIC}." in name}
-        return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            shared = select_parameters(self.policy, trained=True)
+            parameters |= {name: parameter for name, parameter in shared.items() if f".{CRITIC}." in name}
+        return parameters
 
     def set_training(self, *, training: bool) -> None:
         """Switch policy and critic to training mode or evaluation mode; only the former recomputes activations."""

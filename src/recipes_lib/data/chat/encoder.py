@@ -361,11 +361,7 @@ class RowEncoder:
         return ids if has_prefix else np.concatenate([self._prefix, ids])
 
     def _mask(
-        self,
-        draft: _Draft,
-        text_ids: npt.NDArray[np.uint32],
-        cuts: list[int],
-        claims: list[Claim],
+        self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int], claims: list[Claim]
     ) -> EncodedRow:
         """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
         is_plain = draft.row.messages is None

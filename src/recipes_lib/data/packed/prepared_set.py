@@ -469,10 +469,7 @@ def open_set(
 
 
 def add_eval_sets(
-    config: RecipeConfig,
-    data: AnyRows,
-    prepare: Callable[[RecipeConfig], PreparedSet],
-    trained: Sequence[TrainedSet],
+    config: RecipeConfig, data: AnyRows, prepare: Callable[[RecipeConfig], PreparedSet], trained: Sequence[TrainedSet]
 ) -> AnyRows:
     """Return the data of a run, completed by the rows of its ``eval_datasets``.
 

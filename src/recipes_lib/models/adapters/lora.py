@@ -14,14 +14,7 @@ from typing import Any, Final
 import torch
 from accelerate.utils import convert_to_fp32
 from huggingface_hub import snapshot_download
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

@@ -36,7 +36,7 @@ from recipes_lib.models.parallel.context_parallel import (
     register_context_parallel,
     verify_context_parallel,
 )
-from recipes_lib.models.structure import find_head_dim, has_attention_dropout, is_replaceable_sdpa, list_layer_configs
+from recipes_lib.models.structure import find_head_dims, has_attention_dropout, is_replaceable_sdpa, list_layer_configs
 
 Layout = Literal["rows", "flat"]
 """``rows``: documents in the rows of a ``(B, L)`` batch, separated by restarting positions. ``flat``: all documents in
@@ -231,7 +231,8 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else (9, 0)
     is_capable = capability[0] == 9 if is_for_hopper else capability >= least
-    head_dim = _find_max_head_dim(config)
+    layers = [layer for layer in list_layer_configs(config) if getattr(layer, "num_attention_heads", None)]
+    head_dim = max((dim for layer in layers for dim in find_head_dims(layer)), default=0)
     package = f"needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
@@ -246,14 +247,6 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
         and has_attention_dropout(config),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _find_max_head_dim(config: PreTrainedConfig) -> int:
-    """Return the largest dimension of an attention head, 0 if no layer has attention heads."""
-    layers = [layer for layer in list_layer_configs(config) if getattr(layer, "num_attention_heads", None)]
-    # Multi-head latent attention has one dimension for queries and keys, and another one for values.
-    latent = [getattr(layer, name, None) or 0 for layer in layers for name in ("qk_head_dim", "v_head_dim")]
-    return max([*map(find_head_dim, layers), *latent], default=0)
 
 
 def _is_supported(name: str, config: PreTrainedConfig) -> bool:

@@ -85,12 +85,7 @@ def _varlen_mask(
 
 
 def _varlen_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **settings: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
     """Causal attention within each document of a row, ``(1, heads, T, D)`` to ``(1, T, heads, D)``; otherwise sdpa."""
     if settings.get("cu_seq_lens_q") is None:

@@ -431,12 +431,7 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
 
 
 def _score(
-    model: Any,
-    score: Callable[..., Any],
-    hidden: Tensor,
-    *args: Tensor,
-    temperature: float = 1.0,
-    **options: Any,
+    model: Any, score: Callable[..., Any], hidden: Tensor, *args: Tensor, temperature: float = 1.0, **options: Any
 ) -> Any:
     """Call ``score`` inside the output projection, with the model's transform of logits and a temperature."""
     config = model.config.get_text_config()

@@ -44,11 +44,7 @@ class ScoreOutput(NamedTuple):
 
 
 def load_reward_model(
-    config: ModelConfig,
-    attn_implementation: str,
-    *,
-    seed: int | None,
-    quantization: BitsAndBytesConfig | None = None,
+    config: ModelConfig, attn_implementation: str, *, seed: int | None, quantization: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
     """Load a model in training mode with one score per sequence, in the dtype of the master weights.
 

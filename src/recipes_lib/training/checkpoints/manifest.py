@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import (
-    Fields,
-    fsync,
-    hash_file,
-    inherit_read_permission,
-    is_inside,
-    read_record,
-    replace_record,
-)
+from recipes_lib.files import Fields, fsync, hash_file, inherit_read_permission, is_inside, read_record, replace_record
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"

@@ -12,13 +12,7 @@ from recipes_lib.models.parallel.context_parallel import verify_context_parallel
 from recipes_lib.models.parallel.pipeline_parallel import verify_pipeline_parallel
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import (
-    RL_RECIPES,
-    compute_hours,
-    compute_model_size,
-    count_step,
-    find_planned_model,
-)
+from recipes_lib.planning.compute import RL_RECIPES, compute_hours, compute_model_size, count_step, find_planned_model
 from recipes_lib.planning.devices import choose_device, find_efficiency, verify_peak
 from recipes_lib.planning.memory import plan_memory, resolve_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan

@@ -124,12 +124,7 @@ class Pipeline(nn.Module):
     """
 
     def __init__(
-        self,
-        model: Any,
-        mesh: PipelineGroups,
-        *,
-        schedule: str,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        self, model: Any, mesh: PipelineGroups, *, schedule: str, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         """Wrap the chunks of this rank; all ranks must call.
 

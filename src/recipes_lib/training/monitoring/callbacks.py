@@ -122,11 +122,13 @@ class MetricsCallback(TrainerCallback):
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
             self.writer.write(event)
             self.progress.show(event)
-        self._resume_unless_interrupted(control)
+        self.on_evaluate(args, state, control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Restart the clock unless a checkpoint is due."""
-        self._resume_unless_interrupted(control)
+        """Restart the clock unless an evaluation or a checkpoint is due."""
+        # Upstream logs, evaluates and saves in this order, and clears each flag before the corresponding callback.
+        if not _is_interrupted(control):
+            self.meter.resume()
 
     on_save = on_evaluate
 
@@ -141,11 +143,6 @@ class MetricsCallback(TrainerCallback):
             found = f"no checkpoint is of a step with a finite {name_metric(args)}"
             self.progress.say(f"load_best_model_at_end: {found}; the last weights are the result")
         self.progress.stop()
-
-    def _resume_unless_interrupted(self, control: TrainerControl) -> None:
-        # Upstream logs, evaluates and saves in this order, and clears each flag before the corresponding callback.
-        if not _is_interrupted(control):
-            self.meter.resume()
 
 
 def _is_interrupted(control: TrainerControl) -> bool:

@@ -11,9 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from recipes_lib.losses.preference import sum_logps
-from recipes_lib.models.attention.shared_prompt import (
-    build_shared_prompt_mask,
-)
+from recipes_lib.models.attention.shared_prompt import build_shared_prompt_mask
 from recipes_lib.models.inference import find_device, measure_rounding
 
 _ROUNDING: Final = {
