@@ -60,11 +60,12 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     Source: ``tests/test_api.py``.
     """
     loaded = _load(recipe, config, overrides)
-    from recipes_lib.training.run import release_output_dirs
-
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
-    with _ONE_RUN:
+    # Entered twice: imports draw random numbers, and torch may be imported only by them.
+    with _ONE_RUN, _preserving_state():
+        from recipes_lib.training.run import release_output_dirs
+
         try:
             with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
                 main(loaded)
