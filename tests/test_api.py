@@ -99,6 +99,14 @@ def test_run_after_a_failed_command_is_not_ended(keys: dict[str, Any]) -> None:
         STOP.raise_if_pending()
 
 
+def test_peak_of_gpu_memory_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [10]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peaks.clear)
+    with _preserving_state():
+        assert not peaks
+
+
 def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:
     """From a thread, with other defaults of torch; states are restored, and the output directory is unlocked."""
     expected = [event["loss"] for event in train("sft", keys).metrics if event["kind"] == "train"]

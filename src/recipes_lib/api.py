@@ -164,6 +164,8 @@ def _preserving_state() -> Iterator[None]:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:
             gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()  # ``memory_bytes`` would be that of an earlier run.
             stack.enter_context(torch.random.fork_rng(gpus))
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
