@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -98,6 +99,14 @@ def test_run_after_a_failed_command_is_not_ended(keys: dict[str, Any]) -> None:
         STOP.raise_if_pending()
 
 
+def test_peak_of_gpu_memory_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [10]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peaks.clear)
+    with _preserving_state():
+        assert not peaks
+
+
 def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:
     """From a thread, with other defaults of torch; states are restored, and the output directory is unlocked."""
     expected = [event["loss"] for event in train("sft", keys).metrics if event["kind"] == "train"]
@@ -123,6 +132,23 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     assert np.array_equal(states[2], after[2])
     lock = run.path / "_lock"
     run_python(f"from recipes_lib.files import try_lock; assert try_lock(open({str(lock)!r}, 'a'), of_process=True)")
+
+
+def test_imports_of_a_run_draw_no_random_numbers_of_the_caller(keys: dict[str, Any], tmp_path: Path) -> None:
+    given = {**keys, "model_name_or_path": tmp_path / "empty"}
+    given["model_name_or_path"].mkdir()
+    source = """
+        import json, random, sys
+        from recipes_lib.api import train
+        from recipes_lib.errors import ConfigError
+        before = random.getstate()
+        try:
+            train("sft", json.loads(sys.argv[1]))
+        except ConfigError:
+            assert "torch" in sys.modules
+        assert random.getstate() == before
+    """
+    run_python(textwrap.dedent(source), json.dumps(given, default=str))
 
 
 def test_runs_of_two_threads_follow_each_other(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,12 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
     Source: ``tests/test_api.py``.
     """
     loaded = _load(recipe, config, overrides)
-    from recipes_lib.training.run import release_output_dirs
-
     # A reward function or callback may change the working directory.
     output_dir = Path(loaded.training["output_dir"]).absolute()
-    with _ONE_RUN:
+    # Entered twice: imports draw random numbers, and torch may be imported only by them.
+    with _ONE_RUN, _preserving_state():
+        from recipes_lib.training.run import release_output_dirs
+
         try:
             with _importing_recipe(_MAIN.get(recipe, recipe)) as main, _preserving_state():
                 main(loaded)
@@ -163,6 +164,8 @@ def _preserving_state() -> Iterator[None]:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:
             gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()  # ``memory_bytes`` would be that of an earlier run.
             stack.enter_context(torch.random.fork_rng(gpus))
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)

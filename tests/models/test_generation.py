@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, VOCABULARY, build_policy, build_rollout
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4Config,
@@ -99,6 +100,22 @@ def test_token_of_zero_probability_is_never_sampled():
     ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
     assert SampleByUniforms(ends, build_sampling())(torch.zeros(2, 1), logits).argmax(dim=1).tolist() == [1, 2]
+
+
+class RefuseFloatSums(TorchFunctionMode):
+    """Raises for cumulative sums of floats, as torch does on CUDA if deterministic algorithms are required."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "cumsum" in getattr(func, "__name__", "") and args[0].is_floating_point():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+def test_sampling_takes_no_sum_that_full_determinism_refuses():
+    policy = build_policy("llama")
+    with RefuseFloatSums():
+        answers = build_backend().generate(policy, PROMPTS, draw(4))
+    assert len(answers.response_ids) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -192,6 +192,14 @@ def test_card_of_rl_has_rewards_instead_of_the_surrogate_loss(tmp_path):
     assert "![loss]" not in card
 
 
+def test_card_of_a_distilled_model_compares_losses_of_the_labels(tmp_path):
+    events = [{"kind": "train", "step": 1, "loss": 0.5, "distillation/nll": 2.25}, {"step": 1, "eval_loss": 2.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    write_card(tmp_path, record(), {})
+    card = (tmp_path / "README.md").read_text()
+    assert "| step | loss on labels | held-out loss |\n|---|---|---|\n| 1 | 2.2500 | 2.5000 |" in card
+
+
 def test_corpus_has_sources_removals_and_benchmarks(tmp_path):
     tally = {"documents_in": 1000, "removed": {}, "found": {}}
     manifest = {

@@ -65,6 +65,20 @@ def test_pairs_that_repeat_a_prompt_do_not_narrow_the_interval(results: list[flo
     assert (mixed["accuracy_low"], mixed["accuracy_high"]) == pytest.approx(compute_wilson_interval(4, 8))
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 20])
+@pytest.mark.parametrize("shape", [(1.4, 0.6), (14, 6)])
+def test_interval_of_few_prompts_with_many_pairs_covers_the_expected_accuracy(
+    num_prompts: int, shape: tuple[float, float]
+) -> None:
+    random, prompts, covered = np.random.default_rng(0), np.repeat(np.arange(num_prompts), 20), 0
+    for _ in range(500):
+        shares = random.beta(*shape, num_prompts)
+        found = compute_accuracy(np.where(random.random(len(prompts)) < shares[prompts], 1.0, -1.0), prompts)
+        covered += found["accuracy_low"] <= 0.7 <= found["accuracy_high"]
+    # 95 %, less twice the standard error of 500 draws; the former interval covers 63 to 93 %.
+    assert covered / 500 > 0.93
+
+
 def test_nll_and_brier_score_match_closed_form() -> None:
     report = build_reward_report(make_scores([0, 1, -2], [0, 0, 0]))
     probabilities = [0.5, 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(2))]

@@ -22,6 +22,7 @@ from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import Sequences, compute_response_logps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.preemption import raise_if_stop_pending
+from recipes_lib.training.guards.watchdog import END_AFTER_SECONDS, SHOW_AFTER_SECONDS, WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 SEEN: list[str] = []
@@ -171,6 +172,16 @@ def test_engine_without_batch_size_loads_weights_and_gets_all_prompts(collector_
     assert engine.calls == ["load", 12, "load", 3]
     expected, _ = collector.collect(prompts[:12], range(12))
     assert torch.equal(rollout.response_ids, expected.response_ids)
+
+
+def test_stall_of_a_weight_transfer_is_ended_as_early_as_one_of_sampling(collector_and_prompts):
+    collector, prompts = collector_and_prompts
+    engine, limits = RecordingEngine(collector.generator), []
+    engine.load = lambda _: limits.append(WATCHDOG.limits())
+    for _ in range(2):
+        WATCHDOG.enter("the work between two steps")
+        replace(collector, generator=engine).collect(prompts[:2], range(2))
+    assert limits == [(SHOW_AFTER_SECONDS, END_AFTER_SECONDS)] * 2
 
 
 def test_engine_is_idle_on_all_processes_once_settled(collector_and_prompts, monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import TrainingArguments
 
-from recipes_lib.rl.state import PPOState
+from recipes_lib.rl.state import RLState
 from recipes_lib.rl.trainer import RunLog
 
 
@@ -31,8 +31,8 @@ def write_all(log, state):
 
 
 def test_metrics_are_written_with_counts_of_state(log, tmp_path):
-    log.begin(PPOState(), 8)
-    log.write("train", PPOState(iteration=2, step=4, num_answers=12, num_tokens=7), {"objective/score": float("nan")})
+    log.begin(RLState(), 8)
+    log.write("train", RLState(iteration=2, step=4, num_answers=12, num_tokens=7), {"objective/score": float("nan")})
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     expected = {"kind": "train", "step": 4, "iteration": 2, "epoch": 1.5, "num_answers": 12, "num_tokens": 7}
     assert expected.items() <= event.items()
@@ -42,14 +42,14 @@ def test_metrics_are_written_with_counts_of_state(log, tmp_path):
 @pytest.mark.parametrize(
     ("state", "metrics", "samples"),
     [
-        (PPOState(), [], []),
-        (PPOState(step=4, evaluated_step=4), [0, 0, 4, 4], [0, 4]),
+        (RLState(), [], []),
+        (RLState(step=4, evaluated_step=4), [0, 0, 4, 4], [0, 4]),
         # Interrupted evaluation: its samples will be written again.
-        (PPOState(step=4), [0, 0, 4], [0]),
+        (RLState(step=4), [0, 0, 4], [0]),
     ],
 )
 def test_resume_drops_records_after_state(log, tmp_path, state, metrics, samples):
     for step in (0, 4, 8):
-        write_all(log, PPOState(step=step))
+        write_all(log, RLState(step=step))
     log.begin(state, 8)
     assert read(tmp_path) == (metrics, samples)

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from recipes_lib.errors import DataError
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.rl.rollout_schedule import RolloutSchedule
-from recipes_lib.rl.state import PPOState, load_state, stage_state
+from recipes_lib.rl.state import RLState, load_state, stage_state
 from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoints.manifest import find_damage, find_last_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
@@ -44,7 +44,7 @@ def save(tmp_path, state, learner):
 def test_restored_learner_makes_identical_steps(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
-    state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5, evaluated_step=3)
+    state = RLState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5, evaluated_step=3)
     save(tmp_path, state, learner)
     assert find_last_complete(tmp_path) == tmp_path / "checkpoint-3"
     other_model, other = build(tmp_path, 1)
@@ -59,7 +59,7 @@ def test_restored_learner_makes_identical_steps(tmp_path):
 def test_saved_state_is_that_of_staging(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
-    state, before = PPOState(step=3), model.weight.detach().clone()
+    state, before = RLState(step=3), model.weight.detach().clone()
     saver = build_saver(tmp_path)
     staged = stage_state(saver, state, {"policy": learner})
     moments = learner.optimizer.state[model.weight]["exp_avg"].clone()
@@ -76,7 +76,7 @@ def test_saved_state_is_that_of_staging(tmp_path):
 def test_verification_detects_one_flipped_bit_and_a_truncated_schedule(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
-    staged = stage_state(build_saver(tmp_path), PPOState(step=3), {"policy": learner}, compares=True)
+    staged = stage_state(build_saver(tmp_path), RLState(step=3), {"policy": learner}, compares=True)
     for task in staged.tasks:
         task()
     staged.verify()
@@ -100,13 +100,13 @@ def test_non_finite_weights_are_not_saved(tmp_path):
     with torch.no_grad():
         model.weight[0, 0] = float("nan")
     with pytest.raises(BrokenSaveError, match="weight is not finite"):
-        save(tmp_path, PPOState(step=3), learner)
+        save(tmp_path, RLState(step=3), learner)
     assert find_last_complete(tmp_path) is None
 
 
 def test_checkpoint_with_other_parameters_raises(tmp_path):
     _, learner = build(tmp_path, 0)
-    save(tmp_path, PPOState(step=1), learner)
+    save(tmp_path, RLState(step=1), learner)
     other = build(tmp_path, 0)[1]
     other.parameters = {"weight": other.parameters["weight"]}
     with pytest.raises(DataError, match="has other parameters than the policy of this run"):
@@ -115,7 +115,7 @@ def test_checkpoint_with_other_parameters_raises(tmp_path):
 
 def test_progress_of_another_version_raises(tmp_path):
     _, learner = build(tmp_path, 0)
-    save(tmp_path, PPOState(step=1), learner)
+    save(tmp_path, RLState(step=1), learner)
     (tmp_path / "checkpoint-1" / "ppo_state.json").write_text('{"step": 1, "unknown": 2}')
     with pytest.raises(DataError, match="has other fields than this version writes"):
         load_state(tmp_path / "checkpoint-1", {"policy": learner})

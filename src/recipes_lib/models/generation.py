@@ -403,10 +403,11 @@ class SampleByUniforms(LogitsProcessor):
         """Return scores of 0 for the sampled token and -inf for all others."""
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
-        # In double precision: near 1, the spacing of float32 exceeds the probability of rare tokens.
-        cumulative = logps.to(self._uniforms.dtype, copy=True).exp_().cumsum_(dim=-1)
-        # Scaled by the last sum, which is not exactly 1 in floating point.
-        at = self._uniforms[:, self._num_done, None] * cumulative[:, -1:]
+        # In units of 2^-52: near 1, the spacing of float32 exceeds the probability of rare tokens. As integers, because
+        # torch refuses sums of floats on CUDA under `full_determinism`.
+        cumulative = logps.to(self._uniforms.dtype, copy=True).exp_().mul_(2**52).long().cumsum_(dim=-1)
+        # Scaled by the last sum, which is not exactly 1 after rounding.
+        at = (self._uniforms[:, self._num_done, None] * cumulative[:, -1:]).long()
         # right=True selects the first sum above `at`, so that no token of probability 0 is sampled. The clamp covers an
         # `at` that rounds to the last sum.
         chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)

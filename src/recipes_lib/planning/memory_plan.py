@@ -18,7 +18,7 @@ from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.structure import find_head_dim
 
 SAMPLING_BYTES: Final = 28
-"""Bytes per logit while a token is sampled: 4 of the model, 24 of the sampler, which sums in double precision."""
+"""Bytes per logit while a token is sampled: 4 of the model, 24 of the sampler, which sums in 64 bits."""
 CONTEXT_BYTES: Final = 1_000_000_000
 """Estimated bytes of CUDA on an H100: context, loaded kernels, and workspaces of cuBLAS."""
 COMMUNICATION_BYTES: Final = 1_500_000_000

@@ -179,7 +179,7 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
     given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
     given |= {"bf16": str(bench.is_cuda).lower()}
     if bench.is_small and "use_transformers_continuous_batching" in keys:
-        # By default its cache takes half of the memory.
+        # By default its cache takes most of the memory of a GPU.
         given["transformers_continuous_batching_config"] = "{num_blocks: 64, page_size: 16, max_batch_tokens: 256}"
     events = bench.train("grpo", f"engine-{'-'.join(keys) or 'generate'}", **given)[1:]
     named = {"rollout/tokens_per_s": "tokens_per_second", "time/generate": "sampling_s", "time/sync": "sync_s"}

@@ -32,7 +32,9 @@ CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
 LOSSES: Final = {"loss": "loss", "eval_loss": "held-out loss"}
 REWARDS: Final = {"objective/score": "reward", "eval_reward": "reward of samples"}
-"""Metrics of a card's curve, with their headings: the surrogate loss of RL is about 0 whatever the policy learns."""
+DISTILLED: Final = {"distillation/nll": "loss on labels", "eval_loss": "held-out loss"}
+"""Metrics of a card's curve, with their headings: the surrogate loss of RL is about 0 whatever the policy learns, and
+that of distillation mixes divergence and cross-entropy."""
 _MAX_GENERATIONS: Final = 8
 _COUNTS: Final = {
     "num_rows": "rows",
@@ -124,7 +126,8 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
         subject = f"An adapter for {start},"
     data_names = ", ".join(Path(name).name for name in datasets)
-    columns = REWARDS if any("objective/score" in event for event in events) else LOSSES
+    logged = {name for event in events for name in event}
+    columns = next((one for one in (REWARDS, DISTILLED) if next(iter(one)) in logged), LOSSES)
     return _render(
         name=name,
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
@@ -139,7 +142,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         curve=list_curve(events, columns),
         columns=["step", *columns.values()],
         chart=CHART,
-        has_chart=columns is LOSSES and (folder / CHART).is_file(),
+        has_chart=columns is not REWARDS and (folder / CHART).is_file(),
         limits=list_limits(record, figures),
         lineage=trace_lineage(record),
         data=list(describe_data(record)),

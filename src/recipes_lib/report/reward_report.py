@@ -161,20 +161,28 @@ def compute_accuracy(margins: Floats, prompts: Ints) -> dict[str, Any]:
     """Return the share of pairs whose chosen answer scores higher, with the bounds of its 95 % interval.
 
     Pairs of one prompt are not independent: the interval is that of P divided by the design effect, the variance of the
-    share over prompts relative to that of independent pairs, at least 1; of equal results, that of the prompts alone.
+    share over prompts relative to that of independent pairs, from 1 to that of equal pairs of a prompt. With n prompts,
+    the variance is multiplied by n / (n - 1), and Student's quantile replaces the normal one.
 
     Args:
         margins: Score of the chosen answer minus that of the rejected one, ``(P,)``.
         prompts: Numbers of the prompts, ``(P,)``.
 
-    Source: Kish 1965 (design effect); Miller 2024, "Adding Error Bars to Evals", section 2.2.
+    Source: Kish 1965 (design effect); Miller 2024, "Adding Error Bars to Evals", section 2.2; Korn and Graubard 1998
+    (degrees of freedom). Coverage is tested in ``tests/report/test_reward_report.py``.
     """
+    from scipy import stats
+
     won = np.where(margins == 0, 0.5, margins > 0)
     share = float(won.mean())
     deviations = won - share
-    sums, spread = np.bincount(prompts, weights=deviations), float(deviations @ deviations)
-    size = len(won) / max(1.0, float(sums @ sums) / spread) if spread else len(np.unique(prompts))
-    low, high = compute_wilson_interval(share * size, size)
+    sums, counts = np.bincount(prompts, weights=deviations), np.bincount(prompts)
+    spread, num_prompts = float(deviations @ deviations), int((counts > 0).sum())
+    effect = largest = float(counts @ counts) / len(won)
+    if spread and num_prompts > 1:
+        widening = (stats.t.ppf(0.975, num_prompts - 1) / _Z) ** 2 * num_prompts / (num_prompts - 1)
+        effect = min(largest, max(1.0, widening * float(sums @ sums) / spread))
+    low, high = compute_wilson_interval(share * len(won) / effect, len(won) / effect)
     return {"accuracy": share, "accuracy_low": low, "accuracy_high": high}
 
 

@@ -174,6 +174,8 @@ class Collector:
             return request.result()
 
     def _load(self) -> None:
+        # Begins with the transfer of the weights, so that a stall of it is ended as early as one of sampling.
+        WATCHDOG.enter("sampling answers")
         with self.models.using("policy") as policy:
             self.generator.load(policy)
 
@@ -183,7 +185,6 @@ class Collector:
         return sample_answers(self.generator, policy, ids, seeds, self._sampling, *track)
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
-        WATCHDOG.enter("sampling answers")
         with self.models.using("policy") as policy, gathered_weights(policy, is_needed=self.generator.uses_policy):
             answers = early or self._generate(policy, prompts, numbers, self._progress.track)
         ids, logps = answers.response_ids, answers.engine_logps

@@ -28,7 +28,7 @@ _STATE: Final = "ppo_state.json"
 
 
 @dataclass(slots=True)
-class PPOState:
+class RLState:
     """Progress of a run; all random numbers are functions of it and the seed.
 
     Attributes:
@@ -59,7 +59,7 @@ class PPOState:
 
 def stage_state(
     saver: CheckpointSaver,
-    state: PPOState,
+    state: RLState,
     learners: Mapping[str, Learner],
     folder: str = STAGING,
     *,
@@ -104,7 +104,7 @@ def stage_state(
     return Staged(staged, state.step, tasks, verify)
 
 
-def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
+def load_state(folder: Path, learners: Mapping[str, Learner]) -> RLState:
     """Restore the learners from a checkpoint, and return the progress of the run; every process must call.
 
     World size and sharding may differ from those of the checkpoint.
@@ -117,7 +117,7 @@ def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
         schedule = torch.load(folder / f"{name}_scheduler.pt", map_location="cpu", weights_only=True)
         learner.scheduler.load_state_dict(schedule)
     try:
-        return PPOState(**read_record(folder / _STATE))
+        return RLState(**read_record(folder / _STATE))
     except TypeError as error:
         found = "has other fields than this version writes"
         raise DataError(Problem(str(folder / _STATE), found, "delete the checkpoint")) from error

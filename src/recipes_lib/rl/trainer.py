@@ -27,7 +27,7 @@ from recipes_lib.rl.objectives import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.state import PPOState, load_state, stage_state
+from recipes_lib.rl.state import RLState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.checkpoints.manifest import STAGING
@@ -72,7 +72,7 @@ class RunLog:
         self.trackers = Trackers(args, model, tokenizer, self.progress.say)
         self._num_answers = num_answers
 
-    def begin(self, state: PPOState, num_steps: int) -> None:
+    def begin(self, state: RLState, num_steps: int) -> None:
         """Resume from the state of a run of ``num_steps`` steps, and drop later records.
 
         Samples of an interrupted evaluation are dropped too, because it runs again.
@@ -82,7 +82,7 @@ class RunLog:
         self.progress.start(num_steps, state.step)
         self.trackers.begin(num_steps, state.step)
 
-    def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
+    def write(self, kind: str, state: RLState, figures: Mapping[str, Any]) -> None:
         """Write metrics of ``kind`` ``train`` or ``eval`` for a state."""
         counts = {name: getattr(state, name) for name in _COUNTS}
         counts |= {"epoch": state.num_answers / self._num_answers, **figures, "memory_bytes": read_peak_memory()}
@@ -134,7 +134,7 @@ class PolicyTrainer:
         self.schedule = self.method.schedule
         # Positions in the training set of the prompts of a range of answers.
         self._choose = functools.partial(choose_prompts, len(prompts.train), seed=args.seed, group=self.schedule.group)
-        self.state = PPOState(kl_coef=config.ppo.kl_coef)
+        self.state = RLState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
         progress, say = self._log.progress, self._log.progress.say
         self._saved_step = 0

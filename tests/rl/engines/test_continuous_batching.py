@@ -138,6 +138,39 @@ def test_unknown_or_reserved_options_raise(options):
 
 
 @pytest.mark.parametrize(
+    ("count", "options", "expected"),
+    [
+        (4, {}, 4),
+        (4, {"page_size": 8}, 8),
+        (400, {}, 64),
+        (4, {"num_blocks": 9}, 9),
+        (4, {"max_memory_percent": 0.1}, None),
+    ],
+)
+def test_cache_on_a_cpu_has_the_blocks_of_the_answers(count, options, expected):
+    policy, given = build_policy("llama"), []
+    engine = ContinuousBatchingBackend(build_sampling(response_length=8), dtype=torch.float32, options=options)
+    engine.load(policy)
+
+    def leave(*, continuous_batching_config, **_):
+        given.append(continuous_batching_config.num_blocks)
+        raise KeyboardInterrupt
+
+    policy.continuous_batching_context_manager = leave
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(policy, [[5] * 3] * count, draw(count))
+    assert given == [expected]
+
+
+def test_answers_by_the_default_cache_on_a_cpu_match_training_graph():
+    policy = build_policy("llama")
+    engine = ContinuousBatchingBackend(build_sampling(), dtype=torch.float32, options={"max_batch_tokens": 64})
+    engine.load(policy)
+    answers = engine.generate(policy, PROMPTS, draw(4))
+    assert measure_gap(policy, PROMPTS, answers, 1.0) < 1e-5
+
+
+@pytest.mark.parametrize(
     ("dtype", "has_kernels", "more", "expected"),
     [
         (torch.float32, False, {}, False),

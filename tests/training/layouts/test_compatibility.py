@@ -64,6 +64,7 @@ FSDP, ZERO = launch(), launch("DEEPSPEED")
 ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["parallelism_config"]}
 LIVE = {"precompute_ref_log_probs": False}
+STOCHASTIC = {"recipe": "pretrain", "optim": "adamw_bf16_stochastic", "dtype": "bfloat16"}
 PRETRAIN, SFT = {"recipe": "pretrain", "gradient_accumulation_steps": 4}, {"recipe": "sft"}
 PPO, RLOO, DISTIL, LORA = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill", "lora"))
 # For each row of BLOCKED, in order: recipe keys and launch file that it refuses, and similar pairs that it accepts.
@@ -171,6 +172,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ],
     ),
     (({"optim": "adafactor"}, ZERO), [({"optim": "muon"}, FSDP), ({"optim": "adamw_torch"}, ZERO)]),
+    ((STOCHASTIC, ZERO), [(STOCHASTIC, DDP), ({"optim": "adamw_8bit"}, ZERO)]),
     (
         ({"optim": "adafactor"}, launch("DEEPSPEED", offload_optimizer_device="cpu")),
         [

@@ -143,7 +143,7 @@ def convert_to_original_base(folder: Path, initial_factors: dict[str, Tensor]) -
 def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tuple[str, str]]:
     """Yield problem and remedy for each reason why a saved adapter cannot be loaded on any model."""
     if saved.peft_type != "LORA":
-        yield f"is a {saved.peft_type} adapter", "name a LoRA adapter"
+        yield f"is a {saved.peft_type} adapter", "name a LoRA adapter, or merge it with PEFT first"
         return
     if not (folder / ADAPTER_WEIGHTS).is_file():
         yield f"has no {ADAPTER_WEIGHTS}", "pickled weights could run code: convert them where you trust them"
@@ -151,7 +151,7 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
     if saved.task_type not in (None, task_type):
         yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"
     if saved.bias != "none":
-        yield "trains biases of the base, which stay changed when it is disabled", "name an adapter with bias: none"
+        yield "trains biases of the base, which stay changed when it is disabled", "merge it with PEFT first"
     if getattr(saved, "lora_bias", False):
         yield (
             "trains biases of B (lora_bias), which layers without a bias cannot merge",

@@ -29,6 +29,8 @@ from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 _SECONDS_TO_WAIT: Final = 1.0
+_MAX_BLOCKS_ON_CPU: Final = 64
+"""Blocks of the KV cache on a CPU, of 256 tokens by default, unless set; more answers at a time would not be faster."""
 
 
 class ContinuousBatchingBackend(Generator):
@@ -88,6 +90,10 @@ class ContinuousBatchingBackend(Generator):
         # Follows from the run's seed and the number of the first answer.
         options = build_batching_options(self._options, int(uniforms[0, 0] * 2**31), self._model.dtype)
         requests = [list(prompt) for prompt in prompts]
+        if self._model.device.type == "cpu" and options.num_blocks is None and options.max_memory_percent is None:
+            # transformers would fill 60 % of the machine's memory with zeros, in every iteration.
+            needed = [-(-(len(prompt) + self._sampling.response_length) // options.page_size) for prompt in prompts]
+            options.num_blocks = min(sum(needed), max(_MAX_BLOCKS_ON_CPU, *needed))
         start = self._model.continuous_batching_context_manager
         with ExitStack() as stack:
             try:
