@@ -63,6 +63,9 @@ _TOOL_PARTS: Final = {
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of parts that are texts; the last two are those of OpenAI's Responses API. Gemini's have no type."""
 
+_INVISIBLE: Final = re.compile(r"[\s\u00ad\u200b-\u200f\u2060\ufeff]*")
+"""White space and characters of no width, as a web page copied without its text leaves them."""
+
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
 
@@ -142,10 +145,10 @@ def check_answer(value: object, place: str) -> str:
     """Return ``value`` if it is a string that a model can be trained to generate.
 
     Raises:
-        RowError: As ``check_text``; or ``value`` is blank, which would train the model to end its turn at once.
+        RowError: As ``check_text``; or ``value`` shows nothing, which would train the model to end its turn at once.
     """
     text = check_text(value, place)
-    if not text or text.isspace():
+    if _INVISIBLE.fullmatch(text):
         raise RowError(f"{place} is empty", "write the answer, or remove the row")
     return text
 
