@@ -355,7 +355,7 @@ OTHER: dict[str, Case] = {
                 USER,
                 {"role": "assistant", "content": None, "function_call": WRITTEN_CALL},
                 {"role": "function", "name": "add", "content": "4"},
-                ANSWER,
+                {**ANSWER, "function_call": ""},
             ]
         },
         {"messages": [USER, CALLED, {**RESULT, "name": "add"}, ANSWER]},

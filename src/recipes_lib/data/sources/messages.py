@@ -403,8 +403,9 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             del parts[0]
         message["content"] = _join_parts(parts, f"{place}.content")
     _join_details(message, f"{place}.reasoning_details")
-    if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
-        message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
+    # OpenAI's deprecated key of a single call; empty in tables, in turns without one.
+    if FUNCTION_CALL in message and "tool_calls" not in message and (call := message.pop(FUNCTION_CALL)):
+        message["tool_calls"] = _parse_function_calls(call, f"{place}.{FUNCTION_CALL}")
     written = message.pop("tool_calls", None)
     if not isinstance(written, str):
         written = _drop_nulls(written)
