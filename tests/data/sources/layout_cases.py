@@ -366,6 +366,16 @@ OTHER: dict[str, Case] = {
         {"instruction": "Write a chat.", "output": JSON_CHAT},
         {"messages": [{**USER, "content": "Write a chat."}, {**ANSWER, "content": JSON_CHAT}]},
     ),
+    "choices in the question": (
+        "question_answer",
+        {"question": "2 + 2? A) four B) five", "choices": ["four", "five"], "answer": "A"},
+        {"messages": [{**USER, "content": "2 + 2? A) four B) five"}, {**ANSWER, "content": "A"}]},
+    ),
+    "choices as answers": (
+        "question_answer",
+        {"question": ASKED, "choices": ["3", "4"], "answer": "4"},
+        CHAT,
+    ),
     "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
     "template variables in a cell": (
         "messages",

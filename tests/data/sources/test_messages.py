@@ -18,7 +18,7 @@ from recipes_lib.data.sources.messages import (
     clean_messages,
     find_roles,
     read_chat_extras,
-    refuse_media,
+    refuse_guesses,
     split_marks,
 )
 
@@ -204,4 +204,4 @@ def test_fields_of_rows_without_media_are_not_written_out() -> None:
         def __repr__(self) -> str:
             raise AssertionError("a copy of the text")
 
-    refuse_media({"text": "", "images": []}, Fields())
+    refuse_guesses({"text": "", "images": []}, Fields())

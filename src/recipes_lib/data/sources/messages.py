@@ -50,6 +50,7 @@ _MARKS: Final = (*_WEIGHTS, "train", "training", "loss")
 """Keys that include a turn in the loss or exclude it: 0 or 1 of OpenAI and LLaMA-Factory; booleans of axolotl and
 ms-swift."""
 
+_CHOICES: Final = ("choices", "options")
 MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
 """Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
@@ -313,8 +314,8 @@ def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
     return {}
 
 
-def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise for a row about images or sound: without these, its answers would be guesses.
+def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise for a row about images, sound or choices in columns that are not read: its answers would be guesses.
 
     Args:
         raw: The row.
@@ -322,8 +323,14 @@ def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
 
     Raises:
         RowError: The row has a column of media, and one of ``fields`` has a placeholder; or the row is neither a chat
-            nor a text, so that its question may be about the media even without one.
+            nor a text, so that its question may be about the media even without one. Or the answer is the letter or
+            index of a choice, and ``fields`` have no choice, as in RACE and MMLU-Pro.
     """
+    choices = next((raw[name] for name in _CHOICES if isinstance(raw.get(name), (list, tuple))), ())
+    answer, texts = str(raw.get("answer")).strip(" ()."), [str(choice) for choice in choices]
+    if fields and texts and len(answer) == 1 and not any(text == answer or text in str(fields) for text in texts):
+        remedy = "write them into the question, or hide the column by `dataset_columns`, if it has another meaning"
+        raise RowError(f"the answer is {answer!r}, one of the choices, which the question does not have", remedy)
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
     if column is None:  # Most rows, whose text is not written out.
         return
