@@ -44,6 +44,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"algorithm.adv_estimator": "rloo"}, "rloo", None),
         ("recipes/mine", {"rlhf_type": "simpo", "tuner_type": "lora"}, "dpo", "simpo"),
         ("recipes/mine", {"trainer_type": "TRL_DPO"}, "dpo", None),
+        ("qwen2/1.5_to_0.5B_KD_lora_distributed", {"packing": False}, "distill", None),
+        ("recipes/mine", {"kd_trainer": True, "adapter": "lora"}, "distill", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
