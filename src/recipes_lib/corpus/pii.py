@@ -162,7 +162,11 @@ PATTERNS: Final = (
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(
         "phone",
-        re.compile(r"[(\d](?<!(?a:[\w.-])[(\d])(?:(?<=\()\d{3}\) ?|(?<=\d)\d{2}[-. ])\d{3}[-.]\d{4}(?!(?a:[\w-]))"),
+        # Not DFARS 252.227-7013, a clause of licences.
+        re.compile(
+            r"[(\d](?<!(?a:[\w.-])[(\d])"
+            r"(?:(?<=\()\d{3}\) ?\d{3}[-.]|(?<=\d)\d{2}(?:[- ]\d{3}-|\.\d{3}\.))\d{4}(?!(?a:[\w-]))"
+        ),
         _whole(_is_phone),
     ),
     Pattern(
