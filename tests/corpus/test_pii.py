@@ -56,6 +56,8 @@ LEFT = [
         "1.2.3.4.5",
         "v8.8.8.8",
         "Version 8.2.4.44",
+        "Section 3.4.1.2 of RFC 5849",
+        "rfc7692#section-7.2.3.1",
         "std::vector",
         "12:30:45",
     ),
