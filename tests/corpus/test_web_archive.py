@@ -3,6 +3,7 @@
 import gzip
 import io
 import random
+import zlib
 
 import pyarrow as pa
 import pytest
@@ -107,6 +108,7 @@ def test_page_is_decoded_by_the_charset_that_it_states(tmp_path, head, codec, te
 _ENCODE = {
     "identity": bytes,
     "gzip": gzip.compress,
+    "deflate": zlib.compress,
     "br": lambda body: pa.compress(body, codec="brotli", asbytes=True),
     "zstd": lambda body: pa.compress(body, codec="zstd", asbytes=True),
 }
@@ -130,7 +132,7 @@ def test_body_is_read_without_chunks_and_content_encoding(tmp_path, encoding, is
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
 def test_compressed_body_that_ends_early_is_counted(tmp_path, encoding, is_chunked):
     body, fields = _ENCODE[encoding](bytes(range(256)) * 9)[:-3], [("Content-Encoding", encoding)]
     if is_chunked:
@@ -149,6 +151,19 @@ def test_bytes_after_a_gzip_body_are_ignored(tmp_path):
     documents, ledger, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == ["<p>one</p>"] * 2
     assert not ledger.tallies[READ].removed
+
+
+def test_deflate_body_without_header_is_read(tmp_path):
+    write_warc(tmp_path / "a.warc", [("response", zlib.compress(b"<p>one</p>")[2:-4], ("Content-Encoding", "deflate"))])
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["<p>one</p>"]
+
+
+def test_page_without_chunks_may_begin_with_a_number(tmp_path):
+    """Some crawlers join the chunks, and keep the header."""
+    write_warc(tmp_path / "a.warc", [("response", b"10\r\nDowning Street, London", ("Transfer-Encoding", "chunked"))])
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents] == ["10\r\nDowning Street, London"]
 
 
 @pytest.mark.parametrize("end", [b"5\r\nthree\r\n", b"5\r\nth"])
@@ -174,7 +189,7 @@ def test_record_at_the_end_of_a_truncated_file_is_named_so(tmp_path):
     assert ledger.notes == [f"a/a.warc:2: not a whole WARC record: {found}"]
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
 def test_size_of_a_decompressed_body_is_limited(tmp_path, monkeypatch, encoding):
     monkeypatch.setattr("recipes_lib.corpus.web_archive.MAX_PAGE_BYTES", 1000)
     fields = ("Content-Encoding", encoding)

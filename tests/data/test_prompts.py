@@ -131,6 +131,14 @@ def test_prompt_about_an_image_is_refused(load, column):
         load([write("Find x.", images=["a.png"])])
 
 
+def test_choices_belong_to_the_prompt(load):
+    """Also of a chat beside other columns, whose fields are not known at first."""
+    row = {"options": ["a cat", "a dog"], "answer": "B"}
+    with pytest.raises(DataError, match="one of the choices, which the question does not have"):
+        load([{"messages": [{"role": "user", "content": "Who barks?"}], **row}])
+    load([{"messages": [{"role": "user", "content": "Who barks: (A) a cat or (B) a dog?"}], **row}])
+
+
 def test_chat_ending_with_user_turn_is_used_whole(load):
     turns = [*QUESTION, FOUR, {"role": "user", "content": "Why?"}]
     (prompt,) = load([{"messages": turns}]).train

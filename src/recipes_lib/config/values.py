@@ -432,7 +432,8 @@ SECRET = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bapi_org_[A-Za-z0-9]{20,}|\bhf_oauth_[\w.-]{20,}"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{20,}"  # GitHub, GitLab
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"  # AWS, Google
-    r"|\bsk-[A-Za-z0-9_-]{20,}|\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"  # OpenAI, Anthropic; Stripe
+    # OpenAI, Anthropic, but not `sk-toggleable__label-arrow`, a class of scikit-learn's pages; Stripe.
+    r"|\bsk-(?=[a-z_-]{0,60}[A-Z0-9]|[a-z]{20})[A-Za-z0-9_-]{20,}|\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"
     r"|\bwandb_v1_\w{20,}|\bnvapi-[\w-]{20,}|\bgsk_[A-Za-z0-9]{20,}|\br8_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
     r"|\bxox[abeoprs]-[\w-]{10,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{5,}"  # Slack; a signed JSON web token
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"

@@ -145,6 +145,12 @@ PATTERNS: Final = (
         functools.partial(_measure_grouped, is_valid=is_iban),
     ),
     Pattern(
+        "phone",  # Before cards: +4915... with 13 digits can be a card number too.
+        re.compile(r"\+(?<!(?a:\w)\+)[1-9]\d{0,2}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
+        _whole(_is_phone),
+        ("+",),
+    ),
+    Pattern(
         "card",
         # In the groups of printed cards: in a table of single digits, every tenth run would pass Luhn's check.
         re.compile(
@@ -156,18 +162,16 @@ PATTERNS: Final = (
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(
         "phone",
-        re.compile(r"\+(?<!(?a:\w)\+)[1-9]\d{0,2}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
-        _whole(_is_phone),
-        ("+",),
-    ),
-    Pattern(
-        "phone",
-        re.compile(r"[(\d](?<!(?a:[\w.-])[(\d])(?:(?<=\()\d{3}\) ?|(?<=\d)\d{2}[-. ])\d{3}[-.]\d{4}(?!(?a:[\w-]))"),
+        # Not DFARS 252.227-7013, a clause of licences.
+        re.compile(
+            r"[(\d](?<!(?a:[\w.-])[(\d])"
+            r"(?:(?<=\()\d{3}\) ?\d{3}[-.]|(?<=\d)\d{2}(?:[- ]\d{3}-|\.\d{3}\.))\d{4}(?!(?a:[\w-]))"
+        ),
         _whole(_is_phone),
     ),
     Pattern(
-        "ip",  # Not `Version 8.2.4.44`.
-        re.compile(r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease) \d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"),
+        "ip",  # Not `Version 8.2.4.44`, nor `Section 3.4.1.2` or its link.
+        re.compile(r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease|ection)[ -]\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"),
         _whole(_is_public_ip),
         (".",),
     ),

@@ -231,7 +231,8 @@ def _read_body(record: Any) -> bytes:
     """Return at most ``MAX_PAGE_BYTES + 1`` bytes of a body, without chunks and content encoding.
 
     Raises:
-        OSError: The body cannot be decompressed, or ends early, for which warcio does not raise.
+        OSError: The body ends early, for which warcio does not raise, or cannot be decompressed.
+        zlib.error: The same, for gzip and deflate.
     """
     content, http, encoding = bytes(record.raw_stream.read()), record.http_headers, ""
     if http is not None:
@@ -241,23 +242,27 @@ def _read_body(record: Any) -> bytes:
     # Some crawlers decompress the body and keep the header: then it begins with a tag, perhaps after a byte order mark.
     if content[:_PAGE_HEAD].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         return content[: MAX_PAGE_BYTES + 1]
-    if encoding == "deflate":
-        from warcio.bufferedreaders import BufferedReader
-
-        return bytes(BufferedReader(io.BytesIO(content), decomp_type=encoding).read(MAX_PAGE_BYTES + 1))
     if content.startswith(_GZIP):
-        # pyarrow would refuse bytes after the member, which browsers ignore.
-        decoder = zlib.decompressobj(_GZIP_WBITS)
-        page = decoder.decompress(content, MAX_PAGE_BYTES + 1)
-        if not decoder.eof and len(page) <= MAX_PAGE_BYTES:
-            raise OSError("Truncated compressed stream")
-        return page
+        return _inflate(content, _GZIP_WBITS)
+    if encoding == "deflate":
+        with suppress(zlib.error):
+            return _inflate(content, zlib.MAX_WBITS)
+        return _inflate(content, -zlib.MAX_WBITS)  # Some servers omit zlib's header.
     if encoding in _CODECS:
         import pyarrow as pa
 
         with pa.CompressedInputStream(pa.BufferReader(content), _CODECS[encoding]) as stream:
             content = bytes(stream.read(MAX_PAGE_BYTES + 1))
     return content
+
+
+def _inflate(content: bytes, wbits: int) -> bytes:
+    # pyarrow would refuse bytes after the end, which browsers ignore.
+    decoder = zlib.decompressobj(wbits)
+    page = decoder.decompress(content, MAX_PAGE_BYTES + 1)
+    if not decoder.eof and len(page) <= MAX_PAGE_BYTES:
+        raise OSError("Truncated compressed stream")
+    return page
 
 
 def _join_chunks(body: bytes) -> bytes:
@@ -270,7 +275,8 @@ def _join_chunks(body: bytes) -> bytes:
     while (head := _CHUNK.match(body, start)) and (size := int(head[1], 16)):
         parts.append(body[head.end() : head.end() + size])
         start = head.end() + size + len(b"\r\n")
-    if start and head is None:
+    # A page may begin with a number: without a line end after its bytes, it was no size.
+    if head is None and (parts[1:] or (parts and b"\r\n".startswith(body[start - 2 : start]))):
         raise OSError("its body ends before the last chunk")
     return b"".join(parts) if head else body
 

@@ -23,7 +23,7 @@ from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set
 from recipes_lib.data.packed.supervision_audit import Finding
 from recipes_lib.data.sources.formats import COLUMNS, canonicalize, detect_format, read_question
-from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_media
+from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_guesses
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row
 from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
@@ -343,7 +343,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> Row:
         else:
             is_beside_chat = prompt is None and any(map(columns.get, _CHATS))
         fields = None if is_beside_chat else read_question(columns)
-        refuse_media(columns, fields or {})
+        refuse_guesses(columns, fields or {})
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if fields is not None:

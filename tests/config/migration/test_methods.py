@@ -44,6 +44,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"algorithm.adv_estimator": "rloo"}, "rloo", None),
         ("recipes/mine", {"rlhf_type": "simpo", "tuner_type": "lora"}, "dpo", "simpo"),
         ("recipes/mine", {"trainer_type": "TRL_DPO"}, "dpo", None),
+        ("qwen2/1.5_to_0.5B_KD_lora_distributed", {"packing": False}, "distill", None),
+        ("recipes/mine", {"kd_trainer": True, "adapter": "lora"}, "distill", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
         ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
         ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
@@ -53,6 +55,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"rl": "ipo", "adapter": "qlora", "load_in_4bit": True}, "dpo", "ipo"),
         ("recipes/mine", {"stage": "rm", "finetuning_type": "full"}, "reward", None),
         ("recipes/mine", {"stage": "pt", "finetuning_type": "full"}, "pretrain", None),
+        # As in files of nanotron.
+        ("recipes/tiny_llama", {"model_config": {"num_hidden_layers": 2}}, "pretrain", None),
         ("sft/gemma-4b-pt", {}, "sft", None),
         ("recipes/mine", {"adapter": "lora"}, "lora", None),
         ("recipes/mine", {"stage": "dpo", "packing": False, "finetuning_type": "lora"}, "dpo", None),
@@ -82,6 +86,14 @@ def test_unsupported_method_is_refused_unless_recipe_is_given(name: str) -> None
             infer_method(names, {"beta": 0.1})
     assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").recipe == "dpo"
     assert infer_method(["orpo"], {}, "sft").loss_type is None
+
+
+@pytest.mark.parametrize("values", [{"diffusion": {"eps": 5e-4}}, {"process_reward_model": True, "packing": False}])
+def test_key_of_an_unsupported_method_is_refused_unless_recipe_is_given(values: dict) -> None:
+    with pytest.raises(ConfigError, match=f"`{next(iter(values))}` is a method, which no recipe trains"):
+        infer_method(["sft-1b", "examples"], values)
+    assert infer_method(["sft-1b", "examples"], values, "sft").recipe == "sft"
+    assert infer_method(["sft-1b"], {"process_reward_model": False}).recipe == "sft"
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("dpo", "dpo_label_smoothing: 0.1\nloss_type: robust", {"label_smoothing": 0.1, "loss_type": "robust"}, ""),
         ("sft", "val_set_size: 0.0\nlora_model_dir:\nxformers_attention: null", {}, ""),
         ("sft", "val_set_size: 0.1", {"test_split_size": 0.1}, ""),
+        ("sft", "dataset_prepared_path: last_run_prepared", {"prepared_dir": "last_run_prepared"}, ""),
         # torchtune and transformers do not clip at null; the default clips at 1.
         ("sft", "clip_grad_norm: null", {"max_grad_norm": 0}, ""),
         ("sft", "max_grad_norm: null", {"max_grad_norm": 0}, ""),

@@ -355,7 +355,7 @@ OTHER: dict[str, Case] = {
                 USER,
                 {"role": "assistant", "content": None, "function_call": WRITTEN_CALL},
                 {"role": "function", "name": "add", "content": "4"},
-                ANSWER,
+                {**ANSWER, "function_call": ""},
             ]
         },
         {"messages": [USER, CALLED, {**RESULT, "name": "add"}, ANSWER]},
@@ -365,6 +365,16 @@ OTHER: dict[str, Case] = {
         "alpaca",
         {"instruction": "Write a chat.", "output": JSON_CHAT},
         {"messages": [{**USER, "content": "Write a chat."}, {**ANSWER, "content": JSON_CHAT}]},
+    ),
+    "choices in the question": (
+        "question_answer",
+        {"question": "2 + 2? A) four B) five", "choices": ["four", "five"], "answer": "A"},
+        {"messages": [{**USER, "content": "2 + 2? A) four B) five"}, {**ANSWER, "content": "A"}]},
+    ),
+    "choices as answers": (
+        "question_answer",
+        {"question": ASKED, "choices": ["3", "4"], "answer": "4"},
+        CHAT,
     ),
     "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
     "template variables in a cell": (

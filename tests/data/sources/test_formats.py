@@ -315,6 +315,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "oasst1": ({"message_id": "1", "parent_id": None, "text": "Hi", "role": "prompter"}, "join the messages of each"),
     "NuminaMath 1.5": ({"problem": "2 + 2?", "solution": "Add: 4", "answer": "4", "source": "x"}, BY_FORMAT),
     "MMLU": ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}, "write it as a string"),
+    "RACE": (
+        {"article": "A dog and a cat.", "question": "Who barks?", "options": ["a cat", "a dog"], "answer": "B"},
+        "write them into the question",
+    ),
     "HotpotQA": ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
     "s1K": ({"question": "2 + 2?", "solution": "4", "attempt": "Add: 4"}, BY_FORMAT),
     "OpenCodeReasoning 2": ({"question": "-", "r1_generation": "Add: 4", "solution": "4"}, BY_FORMAT),

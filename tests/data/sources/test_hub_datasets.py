@@ -166,6 +166,12 @@ def test_unknown_hub_split_names_key(streaming: bool) -> None:
         load_hub("name", None, None, "absent", streaming)
 
 
+@pytest.mark.usefixtures("hub")
+def test_slice_of_a_stream_names_its_key() -> None:
+    with pytest.raises(DataError, match="dataset_streaming: false"):
+        load_hub("name", None, None, "train[:1]", streaming=True)
+
+
 def test_unknown_hub_dataset_offline_has_remedy() -> None:
     with pytest.raises(DataError, match=r"(?s)no-such-org/no-such-data: cannot be loaded from the Hub.*local file"):
         load_source("no-such-org/no-such-data")

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from recipes_lib.data.sources.messages import (
     ROLES,
     RowError,
+    check_answer,
     check_text,
     clean_messages,
     find_roles,
     read_chat_extras,
-    refuse_media,
+    refuse_guesses,
     split_marks,
 )
 
@@ -105,6 +106,13 @@ def test_call_without_function_object_is_read() -> None:
         {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}},
         {"type": "function", "function": {"name": "g", "arguments": {}}},
     ]
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\ufeff \u200d"])
+def test_answer_without_a_visible_character_is_refused(text: str) -> None:
+    with pytest.raises(RowError, match="the answer is empty"):
+        check_answer(text, "the answer")
+    assert check_answer(f"{text}\u0646\u200c\u0645", "the answer")
 
 
 @pytest.mark.parametrize("calls", ["", " ", [{"name": "f"}], None])
@@ -196,4 +204,4 @@ def test_fields_of_rows_without_media_are_not_written_out() -> None:
         def __repr__(self) -> str:
             raise AssertionError("a copy of the text")
 
-    refuse_media({"text": "", "images": []}, Fields())
+    refuse_guesses({"text": "", "images": []}, Fields())

@@ -99,6 +99,22 @@ def test_single_json_object_is_one_row() -> None:
     assert columns(read(json.dumps(row, indent=2).encode())) == [row]
 
 
+@pytest.mark.parametrize("names", [["question", "answer"], ["text"]])
+@pytest.mark.parametrize("orient", ["columns", "index", "list"])
+def test_table_of_pandas_is_refused_with_its_way_out(orient: Any, names: list[str]) -> None:
+    """``columns`` is the default of ``to_json``; as one row, it would be an error with all row numbers."""
+    frame = pd.DataFrame({name: ["a", "b"] for name in ("id", *names)})
+    table = json.dumps(frame.to_dict("list")) if orient == "list" else frame.to_json(orient=orient)
+    with pytest.raises(DataError, match='orient="records", lines=True'):
+        read(table.encode())
+    with pytest.raises(DataError, match="orient="):
+        read(frame[names].to_json().encode())
+    assert columns(read(frame.to_json(orient="records", lines=True).encode())) == frame.to_dict("records")
+    chat = {"messages": [{"role": "user"}] * 2, "tools": ["a", "b"]}
+    for row in ({"question": {"text": "a"}, "answer": {"value": "b"}}, {"chat": {"messages": []}}, chat):
+        assert columns(read(json.dumps(row).encode())) == [row]
+
+
 @pytest.mark.parametrize(
     ("broken", "offset"),
     [('{"text" 3}', 8), ('{"text": nul}', 9), ("", 0), ('{"text": "a', 9), ('{"text": 1} {"text": 2}', 12), ("]", 0)],

@@ -90,6 +90,9 @@ def test_keep_batch_adapts_gradient_accumulation(before, written, now, accumulat
 def test_keep_batch_counts_the_data_parallel_ranks_of_the_checkpoint():
     kept, _ = keep_batch(config(2, 2), launch(1), record(4, 2, 2) | {"data_size": 2})
     assert kept.training["gradient_accumulation_steps"] == 4
+    # Manifests of earlier versions, or of others.
+    kept, _ = keep_batch(config(2, 2), launch(1), record(4, 2, 2) | {"data_size": None})
+    assert kept.training["gradient_accumulation_steps"] == 8
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ SECTIONS: Final = _PLAIN_SECTIONS | _NAMED_SECTIONS
 """Mappings in files of other programs, whose keys are moved to the top."""
 _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 """Words for methods of TRL that no recipe implements."""
+_UNSUPPORTED_KEYS: Final = _METHODS["unsupported_keys"].split()
 
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
@@ -83,14 +84,16 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
         recipe: Recipe chosen by the user; ``None`` to infer it.
 
     Raises:
-        ConfigError: The name is that of a method that no recipe implements, and ``recipe`` is ``None``.
+        ConfigError: The name or a key is that of a method that no recipe implements, and ``recipe`` is ``None``.
     """
     runs = [str(values[key]).rstrip("/").rpartition("/")[2] for key in _NAMES_OF_RUNS if values.get(key)]
     words = [(name, word) for name in (*names, *runs) for word in re.split("[^a-z]+", name.lower())]
     named = [pair for pair in words if pair[1] in _RECIPE_OF_WORDS or (pair[1] in _UNSUPPORTED and pair[0] in names)]
     unsupported = next((word for name, word in named if name == named[0][0] and word in _UNSUPPORTED), None)
-    if unsupported and recipe is None:
-        found = f"the name {named[0][0]!r} says {unsupported.upper()}, which no recipe trains"
+    says = [f"the name {named[0][0]!r} says {unsupported.upper()}"] if unsupported else []
+    says += [f"`{key}` is a method" for key in _UNSUPPORTED_KEYS if values.get(key)]
+    if says and recipe is None:
+        found = f"{says[0]}, which no recipe trains"
         raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is for another method"))
     keys, possible = _narrow(values)
     # Without a teacher, "distill" is more likely in the name of a model or of data: other words take precedence.

@@ -39,7 +39,7 @@ _LEARNING_KEYS = (
 )
 """Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
-    *("model_name_or_path", "output_dir", "run_name", "hub_model_id"),
+    *("model_name_or_path", "output_dir", "prepared_dir", "run_name", "hub_model_id"),
     *("lr_scheduler_type", "optim", "loss_type", "activation_checkpointing"),
 }
 """Keys of text with the same values in other programs."""

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, concatenate_examples
 from recipes_lib.data.sources.mixtures import Mixture
@@ -407,7 +406,7 @@ def read_chat_template(config: RecipeConfig) -> str | None:
     if (path := config.tokens.chat_template_path) is None:
         return None
     where = config.locate("chat_template_path")
-    return read_text(find_shipped(Path(expand_home(path))), where, "name a Jinja file")
+    return read_text(find_shipped(Path(path)), where, "name a Jinja file")
 
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:

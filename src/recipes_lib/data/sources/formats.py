@@ -31,7 +31,7 @@ from recipes_lib.data.sources.messages import (
     read_chat_extras,
     read_history,
     read_reasoning,
-    refuse_media,
+    refuse_guesses,
     split_marks,
     zip_turns,
 )
@@ -240,7 +240,7 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
         if needs_answer and row_format.name not in ("preference", "text"):
             _refuse_labelled(raw)
         fields = _LAYOUTS[row_format.name].read(raw)
-        refuse_media(raw, fields)
+        refuse_guesses(raw, fields)
         if "messages" in fields:
             check_asked(fields["messages"])
             if needs_answer:
@@ -595,6 +595,6 @@ _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
-    | {*_LABELS, "role", "tests", *MEDIA, *_SPELLINGS, *_EXTRA_SPELLINGS}
+    | {*_LABELS, "role", "tests", "choices", "options", *MEDIA, *_SPELLINGS, *_EXTRA_SPELLINGS}
 )
 """All columns that have a meaning: the valid keys of ``dataset_columns``."""

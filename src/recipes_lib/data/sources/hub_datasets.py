@@ -194,6 +194,7 @@ _REMEDIES: Final = (
         "if its files differ or are broken, `hf download --repo-type dataset` it, and name a file or folder of them",
     ),
     (("onfig name", "BuilderConfig"), "set `dataset_config` to one of these"),
+    (("]. Available",), "name a whole split, or set `dataset_streaming: false`: a stream has no slices"),
     (("split",), "set `dataset_train_split` and `dataset_test_split` to splits it has"),
 )
 _NUM_LINES: Final = {"Config name is missing.": 2, "An error occurred while generating the dataset": 4}

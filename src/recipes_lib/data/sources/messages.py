@@ -50,6 +50,7 @@ _MARKS: Final = (*_WEIGHTS, "train", "training", "loss")
 """Keys that include a turn in the loss or exclude it: 0 or 1 of OpenAI and LLaMA-Factory; booleans of axolotl and
 ms-swift."""
 
+_CHOICES: Final = ("choices", "options")
 MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_MARKS: Final = ("<image>", "<video>", "<audio>")
 """Placeholders of media in texts, as in LLaVA and LLaMA-Factory."""
@@ -62,6 +63,9 @@ _TOOL_PARTS: Final = {
 
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 """Types of parts that are texts; the last two are those of OpenAI's Responses API. Gemini's have no type."""
+
+_INVISIBLE: Final = re.compile(r"[\s\u00ad\u200b-\u200f\u2060\ufeff]*")
+"""White space and characters of no width, as a web page copied without its text leaves them."""
 
 OBJECTS: Final = re.compile(r"""\s*\[\s*\{\s*(["'])""")
 """Beginning of a list of objects, in JSON or in Python's notation."""
@@ -142,10 +146,10 @@ def check_answer(value: object, place: str) -> str:
     """Return ``value`` if it is a string that a model can be trained to generate.
 
     Raises:
-        RowError: As ``check_text``; or ``value`` is blank, which would train the model to end its turn at once.
+        RowError: As ``check_text``; or ``value`` shows nothing, which would train the model to end its turn at once.
     """
     text = check_text(value, place)
-    if not text or text.isspace():
+    if _INVISIBLE.fullmatch(text):
         raise RowError(f"{place} is empty", "write the answer, or remove the row")
     return text
 
@@ -310,8 +314,8 @@ def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
     return {}
 
 
-def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise for a row about images or sound: without these, its answers would be guesses.
+def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Raise for a row about images, sound or choices in columns that are not read: its answers would be guesses.
 
     Args:
         raw: The row.
@@ -319,8 +323,14 @@ def refuse_media(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
 
     Raises:
         RowError: The row has a column of media, and one of ``fields`` has a placeholder; or the row is neither a chat
-            nor a text, so that its question may be about the media even without one.
+            nor a text, so that its question may be about the media even without one. Or the answer is the letter or
+            index of a choice, and ``fields`` have no choice, as in RACE and MMLU-Pro.
     """
+    choices = next((raw[name] for name in _CHOICES if isinstance(raw.get(name), (list, tuple))), ())
+    answer, texts = str(raw.get("answer")).strip(" ()."), [str(choice) for choice in choices]
+    if fields and texts and len(answer) == 1 and not any(text == answer or text in str(fields) for text in texts):
+        remedy = "write them into the question, or hide the column by `dataset_columns`, if it has another meaning"
+        raise RowError(f"the answer is {answer!r}, one of the choices, which the question does not have", remedy)
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
     if column is None:  # Most rows, whose text is not written out.
         return
@@ -400,8 +410,9 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
             del parts[0]
         message["content"] = _join_parts(parts, f"{place}.content")
     _join_details(message, f"{place}.reasoning_details")
-    if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
-        message["tool_calls"] = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
+    # OpenAI's deprecated key of a single call; empty in tables, in turns without one.
+    if FUNCTION_CALL in message and "tool_calls" not in message and (call := message.pop(FUNCTION_CALL)):
+        message["tool_calls"] = _parse_function_calls(call, f"{place}.{FUNCTION_CALL}")
     written = message.pop("tool_calls", None)
     if not isinstance(written, str):
         written = _drop_nulls(written)

@@ -202,9 +202,25 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
         where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
         raise DataError(Problem(where, _explain(error), _DOCUMENT_REMEDY)) from None
     wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
+    if not wrapped and _is_table(value):
+        found = "is one object of all rows or columns, as pandas writes by default"
+        raise DataError(
+            Problem(name, found, 'write rows, as pandas\' `to_json(path, orient="records", lines=True)` does')
+        )
     rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
     for index, row in enumerate(rows):
         yield _to_entry(row, f"{name} row {index}", index)
+
+
+def _is_table(value: object) -> bool:
+    """Return whether a value is a table in one object: of rows or columns with the same keys, or of lists as long."""
+    parts = list(value.values()) if isinstance(value, dict) else []
+    if len(parts) > 1 and all(isinstance(part, list) for part in parts):
+        # The lists of a single chat have objects.
+        return len(set(map(len, parts))) == 1 and not any(isinstance(item, dict) for part in parts for item in part)
+    are_alike = all(isinstance(part, dict) for part in parts) and len(set(map(frozenset, parts))) == 1
+    # A single column has row numbers as keys.
+    return are_alike and (len(parts) > 1 or all(map(str.isdigit, parts[0])))
 
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:

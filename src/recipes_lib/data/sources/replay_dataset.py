@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED
 from recipes_lib.data.store import PreparedSet
@@ -59,7 +58,7 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
     if keys.replay_from is None:
         data = DataConfig(dataset_name=keys.replay_dataset)
     else:
-        record = _read_keys(Path(expand_home(keys.replay_from)) / "run.json")
+        record = _read_keys(Path(keys.replay_from) / "run.json")
         data = DataConfig(**{name: record[name] for name in _OF_DATA if record.get(name) is not None})
         loss_on = record.get("loss_on")
         # The seed determines the held-out rows, and the rows that are drawn from the parts of a mixture.

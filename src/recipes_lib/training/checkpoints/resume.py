@@ -99,7 +99,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     Source: ``tests/distributed/test_resumption.py``.
     """
     before = {key: record[key] for key in BATCH_KEYS if key in record}
-    data_size = record["data_size"]
+    data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
     taken = {"gradient_accumulation_steps": rows}
     if (written := config.training.get(GENERATION_KEY)) is not None:
