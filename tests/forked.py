@@ -6,10 +6,12 @@ Imports take most of the time of a short run.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -152,6 +154,16 @@ def run_forked(module: str, *arguments: object, num_processes: int | None = 2, *
     done = Launch(module, *arguments, num_processes=num_processes, **options).finish(600)
     assert not done.returncode, f"it ended with {done.returncode}:\n{(done.stdout + done.stderr)[-8000:]}"
     return done.stdout + done.stderr
+
+
+def limit_forked() -> None:
+    """Let this process, which a test has forked and waits for, end by SIGALRM with its stacks if it hangs.
+
+    For example by a lock that another thread of the test's process held at the fork.
+    """
+    # Not ``dump_traceback_later``: after a fork it waits for the thread of that of pytest, which a child lacks.
+    faulthandler.register(signal.SIGALRM, file=2, chain=True)
+    signal.alarm(300)
 
 
 def spare_flushes() -> None:

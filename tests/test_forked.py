@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.forked import Launch, run_forked, run_script
+from tests.forked import Launch, limit_forked, run_forked, run_script
 
 
 @pytest.mark.multiprocess
@@ -37,6 +37,15 @@ def test_killed_process_is_reported_before_peers_that_failed_for_it(tmp_path):
         process.join()
     assert [process.exitcode for process in launch.processes] == [1, -signal.SIGKILL]
     assert launch.finish().returncode == -signal.SIGKILL
+
+
+def test_forked_process_that_hangs_ends_with_its_stacks(capfd):
+    if not (pid := os.fork()):
+        limit_forked()
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        signal.pause()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
+    assert "in test_forked_process_that_hangs" in capfd.readouterr().err
 
 
 def test_run_script_matches_python_command(tmp_path):

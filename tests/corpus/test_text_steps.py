@@ -72,6 +72,22 @@ def test_page_that_crashes_the_extractor_is_removed(extract, monkeypatch):
     assert apply(extract, PAGE, **{HTML: True})[0] == "not parsed"
 
 
+def test_extractor_that_is_killed_while_a_page_is_sent_is_not_waited_for(extract, monkeypatch):
+    """The page is larger than the buffer of the pipe: a process that holds its other end open would block."""
+    apply(extract, PAGE, **{HTML: True})
+    start = ExtractorSandbox._ensure_process
+
+    def start_and_kill(sandbox, function):
+        start(sandbox, function)
+        sandbox.process.kill()
+        sandbox.process.join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExtractorSandbox, "_ensure_process", start_and_kill)
+        assert apply(extract, PAGE + "a" * 10_000_000, **{HTML: True})[0] == "not parsed"
+    assert apply(extract, PAGE, **{HTML: True})[0] is None
+
+
 def test_extract_timeout_removes_page():
     step = Extract(0.0)
     assert apply(step, PAGE, **{HTML: True})[0] == "timeout"

@@ -11,7 +11,7 @@ from tests.distributed import sharding
 from tests.distributed.cells import FULL_PRECISION, assert_same_run, build_jobs
 from tests.evaluation.conftest import write_tasks
 from tests.faults import recipe_runs
-from tests.forked import FORKING
+from tests.forked import FORKING, limit_forked
 from tests.rows import read_rows
 from torch import distributed
 from torch.multiprocessing import start_processes
@@ -58,6 +58,7 @@ def evaluate(model_dir: Path, batch_size: int) -> tuple[dict[str, float], int]:
 
 
 def run_process(rank: int, folder: Path, model_dir: Path) -> None:
+    limit_forked()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     evaluations = [evaluate(model_dir, batch_size) for batch_size in (2, 3)]

@@ -30,7 +30,7 @@ from recipes_lib.cli import main as run_recipes
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import engines
-from recipes_lib.evaluation.engines import CheckedModel
+from recipes_lib.evaluation.engines import CachedModel, CheckedModel
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
 
 FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
@@ -291,6 +291,27 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4
     assert calls == [8, 8]
+
+
+@pytest.mark.parametrize("first", [0, 8], ids=["header", "pages"])
+def test_damaged_file_of_answers_is_read_as_far_as_possible_and_replaced(first: int, tmp_path: Path) -> None:
+    """As after a power failure; a later page ended the thread that the evaluation waited for."""
+    file, page = tmp_path / "key-0.sqlite", 4096
+    model = SimpleNamespace(barrier=lambda: None, set_cache_hook=lambda _: None)
+    whole = CachedModel(model, file)
+    for number in range(400):
+        whole.dbdict[str(number)] = "answer" * 10
+    whole.close()
+    content = file.read_bytes()
+    file.write_bytes(content[: first * page] + b"\xff" * (len(content) - first * page))
+    cached = CachedModel(model, file, [file])
+    assert ("0" in cached.dbdict) == (first > 0)
+    assert "399" not in cached.dbdict
+    cached.dbdict["new"] = "answer"
+    cached.close()
+    again = CachedModel(model, tmp_path / "key-1.sqlite", [file])
+    assert again.dbdict["new"] == "answer"
+    again.close()
 
 
 def test_batch_size_is_searched_with_rows_of_the_longest_request(model, tasks, tmp_path, monkeypatch) -> None:

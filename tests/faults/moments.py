@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.forked import limit_forked
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -59,6 +60,7 @@ def kill_at_call(run: Act, module: Any, function: str, call: int) -> None:
     """Call ``run`` in a forked process, which is killed at a call of ``function``, counted from 1."""
 
     def count_and_run() -> None:
+        limit_forked()
         original, events = getattr(module, function), EventCounter(call, kill_self)
 
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -231,7 +231,9 @@ def recipe(run, train, **keys):
 
 
 def wait_for(hub, tag):
+    (publisher,) = (thread for thread in threading.enumerate() if thread.name == "publishing")
     while tag not in hub.repositories["me/mine"].tags:
+        assert publisher.is_alive()
         hub.closing.wait(0.05)
 
 

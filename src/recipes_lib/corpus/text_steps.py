@@ -10,7 +10,7 @@ import re
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +60,7 @@ class Extract:
             # Imported before the fork, so that the import does not count in the time limit of a sandbox process.
             import trafilatura  # noqa: F401
 
-            self._sandbox = ExtractorSandbox(timeout=self._seconds, warmup_text="")
+            self._sandbox = _Sandbox(timeout=self._seconds, warmup_text="")
         found["pages"] += 1
         try:
             text = self._sandbox.process_document(document.text, _extract)
@@ -78,6 +78,14 @@ class Extract:
         if self._sandbox is not None:
             self._sandbox.__exit__(None, None, None)
             self._sandbox = None
+
+
+class _Sandbox(ExtractorSandbox):  # type: ignore[misc]
+    def _ensure_process(self, extract_fn: Callable[[str], str | None]) -> None:
+        # Overridden (datatrove 0.10): this process would keep the child's end of the pipe open, and wait forever for a
+        # killed child (a lack of memory kills it first) to read the rest of a page, or to write that of a text.
+        super()._ensure_process(extract_fn)
+        self.child_conn.close()
 
 
 def _extract(html: str) -> str | None:

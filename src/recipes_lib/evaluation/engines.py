@@ -13,7 +13,7 @@ import sys
 import time
 from collections import ChainMap, deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -428,12 +428,19 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lm, self.cache_db, self._endpoint, self.has_failed = model, str(path), endpoint, False
         earlier: dict[str, Any] = {}
+        broken: list[Path] = []
         for other in others:
-            # A process killed before its first answer leaves a file without a table.
-            with suppress(RuntimeError, sqlite3.Error), _open(other, flag="r") as answers:
-                earlier.update(answers.items())
+            try:
+                # Not by ``SqliteDict``, which waits forever for its thread: that ends at a damaged page.
+                with closing(sqlite3.connect(other)) as file:
+                    rows = file.execute("SELECT key, value FROM unnamed")
+                    earlier.update((key, json.loads(value)) for key, value in rows)
+            except (sqlite3.Error, ValueError):  # Or a process was killed before its first answer: there is no table.
+                broken.append(other)
         # All ranks must have read the old files before one writes to them.
         model.barrier()
+        if path in broken:
+            path.unlink()
         self._own = _open(path)
         self.dbdict = _Answers(self._own, earlier)
         model.set_cache_hook(CacheHook(self))
@@ -464,8 +471,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         return answer
 
 
-def _open(path: Path, flag: str = "c") -> Any:
-    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, flag=flag)
+def _open(path: Path) -> Any:
+    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads)
 
 
 def _encode(answer: Any) -> str:

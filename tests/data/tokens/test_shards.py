@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.forked import limit_forked
 from tests.rows import read_files
 
 from recipes_lib.data.tokens import shards as token_shards
@@ -161,6 +162,7 @@ def test_full_shards_do_not_grow(tmp_path):
 
 
 def read_all(source: TokenSource, connection) -> None:
+    limit_forked()
     connection.send(source.read(0, source.num_tokens).tolist())
 
 
@@ -174,12 +176,14 @@ def test_worker_process_reads_equal_tokens(tmp_path, method):
     ours, theirs = context.Pipe()
     process = context.Process(target=read_all, args=(source, theirs))
     process.start()
+    theirs.close()
     assert ours.recv() == expected
     process.join()
     assert process.exitcode == 0
 
 
 def read_with_few_files(source: TokenSource) -> None:
+    limit_forked()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # In addition to the files that earlier tests left open in this process.
     few = len(list(Path("/dev/fd").iterdir())) + token_shards._MAX_OPEN_FILES + 64

@@ -13,6 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.forked import limit_forked
 from tests.parity import test_loss_head as architectures
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -296,6 +297,7 @@ def test_verify_loss_head_keeps_rng_state_and_mode() -> None:
 def _train_wrapped(
     rank: int, folder: Path, wrapper: str, model: Any, head: nn.Module, compute: Callable[[nn.Module, int], Tensor]
 ) -> None:
+    limit_forked()
     os.environ |= {"MASTER_ADDR": "localhost", "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.forked import limit_forked
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.training.checkpoints import checkpointing
@@ -48,6 +49,7 @@ def train_in_forked_process(model_dir, output_dir, number):
     """Train in a forked process, killed before its n-th operation; return whether it finished."""
     pid = os.fork()
     if not pid:
+        limit_forked()
         status = 1
         try:
             with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.forked import FORKING
+from tests.forked import FORKING, limit_forked
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 from torch import distributed
 from torch.multiprocessing import start_processes
@@ -39,6 +39,7 @@ def read_rows_until_stop(rank: int, stops_after: dict[int, int]) -> list[Any]:
 
 
 def run_process(rank: int, folder: Path) -> None:
+    limit_forked()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = []

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.forked import limit_forked
 from tests.training.pairs import Setting, make_pair_trainer, make_pairs, perturb_model, train_adapter, with_preference
 from torch import nn
 from transformers import AutoConfig
@@ -203,7 +204,7 @@ def test_kill_during_write_leaves_no_complete_set(tmp_path, pairs, monkeypatch, 
     module, name = KILLS[moment]
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # A lock held by another thread at the fork would block forever.
+        limit_forked()
         original = getattr(module, name)
 
         def die(*args, **kwargs):
