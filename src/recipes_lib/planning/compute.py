@@ -242,6 +242,15 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
     return number
 
 
+def count_latents(config: Any) -> int:
+    """Return the features of latents that vLLM caches for a token in multi-head latent attention (MLA), or 0.
+
+    transformers caches their projections to keys and values instead.
+    """
+    rank = getattr(config, "kv_lora_rank", None)
+    return int(config.num_hidden_layers * (rank + config.qk_rope_head_dim)) if rank else 0
+
+
 _ATTENTION: Final = {
     **dict.fromkeys(("full_attention", "hybrid"), ""),
     **dict.fromkeys(("sliding_attention", "hybrid_sliding"), "sliding_window"),

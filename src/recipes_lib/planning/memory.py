@@ -456,9 +456,8 @@ def _count_rollouts(
 def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, length: int) -> int:
     """Return the bytes of the KV cache of a row of ``length`` tokens."""
     text = model_config.get_text_config()
-    if config.engine.use_vllm and (rank := getattr(text, "kv_lora_rank", None)):
-        # Of latent attention (MLA), vLLM caches the latents, transformers their projections to keys and values.
-        return 2 * length * int(text.num_hidden_layers * (rank + text.qk_rope_head_dim))
+    if config.engine.use_vllm and (latents := compute.count_latents(text)):
+        return 2 * length * latents
     is_half = has_half_products(config)
     # Gathered weights are in 16 bits, which determines the dtype of keys also under autocast.
     dtype = "bfloat16" if is_half and layout.shards.weights != 1 else config.model.dtype
