@@ -207,7 +207,7 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 
 _EXPERTS: Final = (
     ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_topk"),
+    ("num_experts_per_tok", "moe_topk", "top_k_experts"),
 )
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
