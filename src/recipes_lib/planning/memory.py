@@ -356,6 +356,8 @@ def count_kept(
             kinds = _once(("kinds", *described), partial(_list_kinds, model_config))
             # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
             number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
+            if getattr(model_config.get_text_config(), "hidden_size_per_layer_input", 0):
+                number = len(kinds)  # Outside of layers, embeddings of each layer are saved.
             shorter = partial(count_shortened, shorten(model_config, min(len(kinds), number)))
             is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None), "_is_stateful", False)
             counted = _count_tokens(shorter, batch) if is_recurrent else shorter(batch)
