@@ -35,7 +35,9 @@ RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     && chown recipes /cache /data \
     && chmod 1777 /cache
 # Any user stores models, prepared rows and kernels in /cache: that of `--user` may have no home and no name.
-ENV PATH=/opt/venv/bin:$PATH HOME=/cache USER=recipes HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1
+# torchrun would kill its processes 30 seconds after a signal: the time limit is that of `docker stop`.
+ENV PATH=/opt/venv/bin:$PATH HOME=/cache USER=recipes HF_HOME=/cache HF_HUB_DISABLE_TELEMETRY=1 PYTHONUNBUFFERED=1 \
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 WORKDIR /app
 COPY LICENSE ./
 COPY accelerate_configs accelerate_configs

@@ -67,14 +67,6 @@ def compute_footprint(layout: str, num_parameters: float, num_devices: int) -> F
     return Footprint(held * num_parameters, sent if is_inside else 0.0, across + (0.0 if is_inside else sent))
 
 
-def compute_bubble(num_stages: int, num_micro_batches: int, num_interleaved: int = 1) -> float:
-    """Return the pipeline bubble as a share of compute time.
-
-    Source: Narayanan et al. 2021, section 2.2.
-    """
-    return (num_stages - 1) / (num_micro_batches * num_interleaved)
-
-
 def format_tables() -> str:
     """Return the tables of ``docs/multi_node.md``."""
     return "\n".join(_format_rows())

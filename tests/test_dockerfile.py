@@ -123,6 +123,13 @@ def test_compose_file_matches_dockerfile():
     assert (ROOT / "recipes" / f"{service['command'][0]}.py").exists()
 
 
+def test_launcher_lets_processes_save_as_long_as_compose_does():
+    (environment,) = [arguments for name, arguments in read_stages(DOCKERFILE)["runtime"] if name == "ENV"]
+    values = dict(word.split("=", 1) for word in environment.split())
+    grace = yaml.safe_load(COMPOSE.read_text())["services"]["train"]["stop_grace_period"]
+    assert f"{int(values['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']) // 60}m" == grace
+
+
 STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
 
 
@@ -130,16 +137,16 @@ STUB = '#!/bin/sh\necho "$(basename "$0") $*"\n'
     ("arguments", "launch", "expected"),
     [
         (["sft", "--config", "my file.yaml"], {}, "python {app}/recipes/sft.py --config my file.yaml"),
-        (
-            ["dpo"],
-            {"LAUNCH": "fsdp2"},
-            "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml {app}/recipes/dpo.py",
-        ),
+        (["dpo", "--beta=1"], {"LAUNCH": "fsdp2"}, "recipes launch --recipe dpo --hardware fsdp2 --beta=1"),
         (
             ["dpo"],
             {"LAUNCH": "fsdp2", "NUM_PROCESSES": "4"},
-            "accelerate launch --config_file {app}/accelerate_configs/fsdp2.yaml "
-            "--num_processes 4 {app}/recipes/dpo.py",
+            "recipes launch --recipe dpo --hardware fsdp2 --num_processes 4",
+        ),
+        (
+            ["eval"],
+            {"LAUNCH": "ddp", "NUM_PROCESSES": "4"},
+            "accelerate launch --config_file {app}/accelerate_configs/ddp.yaml --num_processes 4 {app}/recipes/eval.py",
         ),
         (["doctor"], {}, "recipes doctor"),
         (["check", "--config", "sft.yaml"], {"LAUNCH": "ddp"}, "recipes check --config sft.yaml"),

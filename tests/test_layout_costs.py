@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.layout_costs import compute_bubble, compute_footprint, format_tables
+from benchmarks.layout_costs import compute_footprint, format_tables
 
 PAGE = Path(__file__).parents[1] / "docs" / "multi_node.md"
 
@@ -46,11 +46,6 @@ def test_hsdp_keeps_weight_traffic_within_node():
     assert hsdp.node_bytes == pytest.approx(3 * count_ring_bytes(8, 140e9))
     assert hsdp.network_bytes < fsdp.network_bytes / 10
     assert hsdp.state_bytes == 8 * fsdp.state_bytes
-
-
-def test_pipeline_bubble():
-    assert compute_bubble(8, 32) == pytest.approx(0.219, abs=1e-3)
-    assert compute_bubble(8, 32, 2) == compute_bubble(8, 32) / 2
 
 
 def test_page_contains_tables():

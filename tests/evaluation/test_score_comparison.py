@@ -57,8 +57,9 @@ def test_paired_difference_detects_small_improvement(tmp_path: Path) -> None:
     assert -0.02 < none.low < 0 < none.high < 0.02
 
 
-def test_scores_that_are_not_numbers_are_not_comparable(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", [1.0, 0.0, float("nan"), *[1.0] * 9])
+@pytest.mark.parametrize("num_questions", [1, 4, 12])
+def test_scores_that_are_not_numbers_are_not_comparable(tmp_path: Path, num_questions: int) -> None:
+    folder = write(tmp_path / "a", [float("nan"), *[1.0] * (num_questions - 1)])
     (row,) = compare_folders([folder, folder])
     assert row.verdict == "not comparable"
     assert row.describe()["low"] is None

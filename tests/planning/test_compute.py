@@ -67,6 +67,16 @@ CONFIGS = {
         hidden_size_per_layer_input=0,
         num_kv_shared_layers=0,
     ),
+    "experts beside a dense MLP": Gemma4TextConfig(
+        **SMALL,
+        head_dim=16,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
     "frozen vision tower": build_gemma3().config,
 }
 

@@ -326,6 +326,16 @@ def test_layers_of_another_kind_than_the_first_count(build, model_type, sizes) -
     assert max(whole) > 1.05 * min(whole)
 
 
+@pytest.mark.parametrize("num_shared", [0, 4])
+def test_embeddings_of_each_layer_count(build, num_shared: int) -> None:
+    """They are looked up for all layers at once; the last layers may share keys and values, as in Gemma 4 E2B."""
+    sizes = {"num_hidden_layers": 8, "num_kv_shared_layers": num_shared, "vocab_size_per_layer_input": 9}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4, "use_double_wide_mlp": True}
+    model_config = AutoConfig.for_model("gemma4_text", **FEW_LAYERS | sizes | kinds, num_key_value_heads=4)
+    kept, whole = (count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=number) for number in (3, 8))
+    assert kept == whole
+
+
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple[int, int, int]]:
     """Rows, length and predicted tokens of each counted pass, of which none is known before."""

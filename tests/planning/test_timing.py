@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.planning.runs import build_config
-from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
+from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config
 
 from recipes_lib.planning.compute import compute_flops_per_token, compute_model_size
 from recipes_lib.planning.devices import Device, choose_device
@@ -75,6 +75,17 @@ def test_decoding_reads_keys_within_sliding_windows() -> None:
     whole, part = (estimate(device=slow, shape=shape, **VLLM).sampling for shape in (Qwen2Config(**sizes), windowed))
     saved = 64 * 4 * 2 * 4 * 64 * 2 * (256 + 512 / 2 - 64)
     assert whole - part == pytest.approx(512 * saved / 1e6, rel=1e-3)
+
+
+def test_vllm_reads_latents_of_latent_attention() -> None:
+    """8 layers of 2-byte latents, 512 and 64 features, where transformers reads 16 heads of 192 and 128."""
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    shape, slow = DeepseekV3Config(**SIZES, **sizes), dataclasses.replace(DEVICE, bandwidth=1e6)
+    rows = {"use_vllm": 8 * (512 + 64), "use_transformers_continuous_batching": 8 * 16 * (192 + 128)}
+    for engine, row in rows.items():
+        read = 2 * compute_model_size(shape).total + 64 * 2 * row * (256 + 512 / 2)
+        found = estimate(shape=shape, device=slow, **{engine: True})
+        assert found.sampling == pytest.approx(512 * read / 1e6, rel=1e-3)
 
 
 def test_generate_is_bound_by_host_and_batches_are_sequential() -> None:

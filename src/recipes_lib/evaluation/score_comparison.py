@@ -149,8 +149,9 @@ def _compare(
     scaled = np.concatenate(
         [task[:, :2] * scale / task[:, 2].mean() for task, scale in zip(values, scales, strict=True)]
     )
-    low, high = compute_interval(scaled[:, 1] - scaled[:, 0])
-    verdict: Verdict = "not comparable" if math.isnan(low) else "same"
+    differences = scaled[:, 1] - scaled[:, 0]
+    low, high = compute_interval(differences)
+    verdict: Verdict = "not comparable" if math.isnan(differences.mean()) else "same"
     if low > 0 or high < 0:
         verdict = "better" if (low > 0) != falls else "worse"
     means = scaled.mean(axis=0)

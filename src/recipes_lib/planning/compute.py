@@ -207,7 +207,7 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
 
 _EXPERTS: Final = (
     ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_topk"),
+    ("num_experts_per_tok", "moe_topk", "top_k_experts"),
 )
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
@@ -233,6 +233,15 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
             heads = (of_keys and getattr(layer, "num_key_value_heads", None)) or layer.num_attention_heads
             number += min(sequence_length, window) * heads * sum(find_head_dims(layer))
     return number
+
+
+def count_latents(config: Any) -> int:
+    """Return the features of latents that vLLM caches for a token in multi-head latent attention (MLA), or 0.
+
+    transformers caches their projections to keys and values instead.
+    """
+    rank = getattr(config, "kv_lora_rank", None)
+    return int(config.num_hidden_layers * (rank + config.qk_rope_head_dim)) if rank else 0
 
 
 _ATTENTION: Final = {

@@ -356,6 +356,8 @@ def count_kept(
             kinds = _once(("kinds", *described), partial(_list_kinds, model_config))
             # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
             number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
+            if getattr(model_config.get_text_config(), "hidden_size_per_layer_input", 0):
+                number = len(kinds)  # Outside of layers, embeddings of each layer are saved.
             shorter = partial(count_shortened, shorten(model_config, min(len(kinds), number)))
             is_recurrent = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None), "_is_stateful", False)
             counted = _count_tokens(shorter, batch) if is_recurrent else shorter(batch)
@@ -456,9 +458,8 @@ def _count_rollouts(
 def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, length: int) -> int:
     """Return the bytes of the KV cache of a row of ``length`` tokens."""
     text = model_config.get_text_config()
-    if config.engine.use_vllm and (rank := getattr(text, "kv_lora_rank", None)):
-        # Of latent attention (MLA), vLLM caches the latents, transformers their projections to keys and values.
-        return 2 * length * int(text.num_hidden_layers * (rank + text.qk_rope_head_dim))
+    if config.engine.use_vllm and (latents := compute.count_latents(text)):
+        return 2 * length * latents
     is_half = has_half_products(config)
     # Gathered weights are in 16 bits, which determines the dtype of keys also under autocast.
     dtype = "bfloat16" if is_half and layout.shards.weights != 1 else config.model.dtype

@@ -235,10 +235,12 @@ def estimate_decoding(
     is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
     batch = min(num_answers, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(num_answers / batch)
-    whole, num_layers = compute.compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
-    # Bytes of keys and values that a decoding step reads per answer: of the prompt and on average half of the answer.
-    row = _NARROW * compute.count_attended(model_config.get_text_config(), prompt + answer / 2, of_keys=True)
-    host = 0 if is_continuous else _HOST_SECONDS * num_layers
+    whole = compute.compute_model_size(model_config)
+    # Keys and values, or latents, that a decoding step reads per answer: of the prompt and on average half of it.
+    text, length = model_config.get_text_config(), prompt + answer / 2
+    latents = length * compute.count_latents(text) if engine.use_vllm else 0
+    row = _NARROW * (latents or compute.count_attended(text, length, of_keys=True))
+    host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
     # Of experts, a batch reads those that its answers select, at most all.
     read = _NARROW * min(whole.total, batch * whole.active) + batch * row
     # Seconds of a decoding step: bound by memory bandwidth, by compute, or by the host.

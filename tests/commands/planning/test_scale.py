@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -359,3 +360,11 @@ def test_file_in_output_path_is_an_error(runs, recipe, scale, tmp_path) -> None:
 )
 def test_invalid_flags_are_errors(scale, flags, words) -> None:
     assert words in scale(*flags, code=2)
+
+
+def test_remedy_of_a_missing_budget_can_be_followed_in_a_shell(scale) -> None:
+    remedy = scale("plan", code=2).partition("write ")[2]
+    for flags in remedy.strip().split(", or "):
+        echo = ["sh", "-c", f"printf '%s\n' {flags}"]
+        words = subprocess.run(echo, capture_output=True, text=True, check=True).stdout.split()
+        assert "parameters" in scale("plan", *words)

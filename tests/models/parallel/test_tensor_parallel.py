@@ -52,6 +52,8 @@ def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
     [
         (AutoConfig.for_model("gpt2"), "tensor parallelism is not supported for a gpt2 model"),
         (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "tensor parallelism is not supported for a mixtral model"),
+        # Its embeddings of each layer have no plan.
+        (AutoConfig.for_model("gemma3n_text"), "tensor parallelism is not supported for a gemma3n_text model"),
         (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),
         (build_config("llama", vocab_size=66), "vocab_size of the model is 66"),

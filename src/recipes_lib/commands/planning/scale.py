@@ -311,7 +311,7 @@ def _buy_flops(options: argparse.Namespace) -> tuple[float, str]:
         ConfigError: A flag is missing, or the GPU or its peak is unknown.
     """
     if options.budget is None or options.gpu is None or not options.price_per_gpu_hour:
-        remedy = "write --flops 1e21, or --budget $500 --gpu H100 --price_per_gpu_hour 2.5"
+        remedy = "write --flops 1e21, or --budget 500 --gpu H100 --price_per_gpu_hour 2.5"
         raise ConfigError(Problem("recipes scale plan", "neither FLOPs nor budget, GPU and price are given", remedy))
     device = choose_device(options.gpu)
     if not device.flops:

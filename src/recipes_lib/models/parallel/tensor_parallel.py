@@ -92,7 +92,9 @@ def verify_tensor_parallel(config: PreTrainedConfig, num_parts: int) -> None:
     text = config.get_text_config()
     plan: Mapping[str, str] = text.base_model_tp_plan or {}
     problems = []
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not plan or set(plan.values()) - PROVED_STYLES:
+    # Of models with embeddings for each layer, plans leave some matrices out.
+    has_plan = bool(plan) and not getattr(text, "hidden_size_per_layer_input", 0)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not has_plan or set(plan.values()) - PROVED_STYLES:
         found = f"tensor parallelism is not supported for a {config.model_type} model"
         problems.append(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
     for key in _DIVIDED:
