@@ -187,6 +187,7 @@ def test_default_of_cpus_beside_unusable_gpu_warns(monkeypatch, capsys):
     [
         (["--hardware", "fsdp3"], r"no launch file accelerate_configs/fsdp3\.yaml\n    write one of cpu, "),
         (["--num_machines", "2"], "without --machine_rank and --main_process_ip"),
+        (["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", ""], "without --machine_rank and --main"),
         (["--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "a"], "--machine_rank: is 2, with"),
         (
             ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "a", "--hardware", "single_gpu"],

@@ -79,6 +79,15 @@ def test_killed_worker_is_named():
         list(map_in_order(die, range(20), 2))
 
 
+def test_worker_without_memory_is_named(capfd):
+    def fill(item):
+        raise MemoryError(f"Unable to allocate {item} GiB")
+
+    with pytest.raises(ConfigError, match=r"dataset_num_proc: a process that tokenises was killed.*memory"):
+        list(map_in_order(fill, range(20), 2))
+    assert capfd.readouterr().err == ""
+
+
 def test_workers_end_with_killed_parent():
     # The pipe of its output is inherited by the workers, so that its end is read when all of them have ended.
     program = """

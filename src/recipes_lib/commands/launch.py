@@ -329,7 +329,7 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     machines = Machines(**fields, source=source)
     # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
     lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
-    if machines.num_machines > 1 and (machines.main_process_ip is None or lacks_rank):
+    if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):
         found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
         raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
     if machines.num_machines < 1:

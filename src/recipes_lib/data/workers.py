@@ -102,7 +102,8 @@ def _work(function: Callable[[Item], Result], parents: Connection, pipe: Connect
     # The Ctrl-C of a terminal reaches all processes, and the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.disable_tokenizer_threads()
-    with suppress(EOFError, ConnectionError):
+    # Out of memory, it ends as if the kernel had killed it.
+    with suppress(EOFError, ConnectionError, MemoryError):
         while True:
             item = pipe.recv()
             error: Exception | None = None
@@ -111,6 +112,8 @@ def _work(function: Callable[[Item], Result], parents: Connection, pipe: Connect
                 result = function(item)
             except UserError as raised:
                 error = raised
+            except MemoryError:
+                raise
             except Exception:  # Not every exception can be pickled.
                 error = RuntimeError(traceback.format_exc())
             pipe.send((error, result))
