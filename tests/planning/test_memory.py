@@ -332,8 +332,7 @@ def test_embeddings_of_each_layer_count(build, num_shared: int) -> None:
     sizes = {"num_hidden_layers": 8, "num_kv_shared_layers": num_shared, "vocab_size_per_layer_input": 9}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4, "use_double_wide_mlp": True}
     model_config = AutoConfig.for_model("gemma4_text", **FEW_LAYERS | sizes | kinds, num_key_value_heads=4)
-    kept, whole = (count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=number) for number in (3, 8))
-    assert kept == whole
+    assert len({count_kept(build("sft", max_length=64), model_config, SINGLE, num_built=n) for n in (3, 8)}) == 1
 
 
 @pytest.fixture
