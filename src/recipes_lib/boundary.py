@@ -48,10 +48,14 @@ _EXPECTED_WARNINGS: Final = {
     "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
     "transformers.trainer": "The best checkpoint",
-    # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
-    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+    "transformers.trainer_utils": (
+        # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
+        "The tokenizer has new PAD/BOS/EOS tokens",
+        # Expected in a resumed run with fractions (`logging_steps: 0.1`) or other numbers of GPUs.
+        "Warning: The following arguments do not match",
+    ),
 }
-"""Logger -> prefix of a warning that is expected in every run."""
+"""Logger -> prefix, or prefixes, of a warning that is expected in every run."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
 """Stream name (``stdout``, ``stderr``) -> error of its last failed write."""
 
