@@ -36,7 +36,7 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
 
-_EXPECTED_WARNINGS: Final = {
+_EXPECTED_WARNINGS: Final[dict[str, str | tuple[str, ...]]] = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
     # ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
     "DeepSpeed": "Setting accelerator to CPU",

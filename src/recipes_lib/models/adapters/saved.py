@@ -164,7 +164,8 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
     if changes_base_weights(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
-    if saved.use_dora and is_deepspeed_zero3_enabled():  # As ``use_dora`` in training/layouts/compatibility.yaml.
+    # As for ``use_dora`` in training/layouts/compatibility.yaml.
+    if saved.use_dora and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         yield "is a DoRA adapter, which ZeRO-3 does not support", "launch with accelerate_configs/fsdp2.yaml or ZeRO-2"
     if saved.layer_replication:
         yield "replicates layers of the base, which stay when it is disabled", "merge it with PEFT first"
