@@ -287,6 +287,18 @@ def test_expected_warnings_of_libraries_are_suppressed() -> None:
     assert run_python(code).splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
 
 
+def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
+    code = (
+        "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
+        "from transformers.trainer_utils import compare_trainer_and_checkpoint_args, logger\n"
+        "given = Named(logging_steps=0.1, per_device_train_batch_size=2, n_gpu=1)\n"
+        "saved = Named(logging_steps=3, train_batch_size=4)\n"
+        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
+        "run_command(lambda: compare_trainer_and_checkpoint_args(given, saved))"
+    )
+    assert not run_python(code)
+
+
 def test_system_exit_propagates() -> None:
     with pytest.raises(SystemExit) as exit_:
         run_command(raising(SystemExit(0)))

@@ -36,7 +36,7 @@ from recipes_lib.stopping import STOP, raising_stop_signals
 if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
 
-_EXPECTED_WARNINGS: Final = {
+_EXPECTED_WARNINGS: Final[dict[str, str | tuple[str, ...]]] = {
     # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
     # ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
     "DeepSpeed": "Setting accelerator to CPU",
@@ -48,10 +48,14 @@ _EXPECTED_WARNINGS: Final = {
     "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
     "transformers.trainer": "The best checkpoint",
-    # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
-    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+    "transformers.trainer_utils": (
+        # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
+        "The tokenizer has new PAD/BOS/EOS tokens",
+        # Expected in a resumed run with fractions (`logging_steps: 0.1`) or other numbers of GPUs.
+        "Warning: The following arguments do not match",
+    ),
 }
-"""Logger -> prefix of a warning that is expected in every run."""
+"""Logger -> prefix, or prefixes, of a warning that is expected in every run."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
 """Stream name (``stdout``, ``stderr``) -> error of its last failed write."""
 

@@ -142,6 +142,13 @@ def test_unsupported_adapter_settings_are_refused(saved, changes, found):
     assert found in load_problem(base, folder).found
 
 
+def test_saved_dora_adapter_is_refused_under_zero3(saved, monkeypatch):
+    base, folder, _ = saved
+    edit_settings(folder, use_dora=True)
+    monkeypatch.setattr("recipes_lib.models.adapters.saved.is_deepspeed_zero3_enabled", lambda: True)
+    assert "is a DoRA adapter" in load_problem(base, folder).found
+
+
 FOREIGN = {
     "rank_and_alpha_pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r".*layers\.1\..*v_proj": 5}},
     "rslora": {"use_rslora": True},

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.hub import has_file
 
 from recipes_lib.config.schema import ModelConfig
@@ -163,6 +164,9 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
     if changes_base_weights(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
+    # As for ``use_dora`` in training/layouts/compatibility.yaml.
+    if saved.use_dora and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+        yield "is a DoRA adapter, which ZeRO-3 does not support", "launch with accelerate_configs/fsdp2.yaml or ZeRO-2"
     if saved.layer_replication:
         yield "replicates layers of the base, which stay when it is disabled", "merge it with PEFT first"
 
