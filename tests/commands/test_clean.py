@@ -7,7 +7,7 @@ import pytest
 from tests.corpus.texts import write_rows
 from tests.forked import ROOT, run_script
 
-from recipes_lib.commands.clean import describe, main
+from recipes_lib.commands.clean import describe, main, main_classifier
 from recipes_lib.errors import ConfigError
 
 
@@ -79,11 +79,15 @@ def test_benchmarks_of_eval_config_are_decontaminated(tmp_path, recipes):
     assert "gone.yaml" in recipes("clean", *flags[:2], "--output_dir", "x", "--benchmarks_of", "[gone.yaml]", code=2)
 
 
-def test_missing_extra_is_named(config, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "flags"),
+    [(main, ["--sources", "[{name: a}]", "--output_dir", "out"]), (main_classifier, ["eval", "x", "good=a"])],
+)
+def test_missing_extra_is_named(function, flags, monkeypatch):
     original = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datatrove" else original(name))
     with pytest.raises(ConfigError, match=r"pip install 'recipes-lib\[corpus\]'"):
-        main(["--config", str(config)])
+        function(flags)
 
 
 @pytest.mark.multiprocess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -358,7 +359,7 @@ def test_teaching_assistants_pass_teacher_between_stages() -> None:
     assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]
 
 
-def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     started: list[tuple[Path, Path]] = []
     monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)
     monkeypatch.chdir(tmp_path)
@@ -367,4 +368,9 @@ def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: p
     assert (file.name, output_dir) == ("demo.yaml", Path("demo"))
     assert (file.parents[1] / "configs" / "demo" / "corpus.yaml").is_file()
     assert cli.main(["demo", "--output", "x"]) == 2
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    assert cli.main(["demo"]) == 2
+    assert "pip install 'recipes-lib[corpus,eval]'" in capsys.readouterr().err
+    assert len(started) == 1
     assert not list(tmp_path.iterdir())

@@ -144,10 +144,12 @@ def main_classifier(argv: Sequence[str]) -> None:
     """Run ``recipes classifier``: train or evaluate a text classifier for the steps ``classifier`` and ``toxicity``.
 
     Raises:
-        ConfigError: A flag is wrong, the classifier cannot be read or written, or does not have a label.
+        ConfigError: A flag is wrong, the extra ``corpus`` is not installed, the classifier cannot be read or written,
+            or does not have a label.
         DataError: A source cannot be read, or a label has too few documents.
     """
     options = CommandParser("classifier").parse_args(argv)
+    verify_extra("recipes classifier", "corpus", "datatrove", "sklearn")
     sources = _read_labels(options.texts)
     from recipes_lib.corpus.text_classifier import (
         evaluate_classifier,

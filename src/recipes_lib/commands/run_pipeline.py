@@ -22,7 +22,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest, verify_extra
 from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
@@ -83,10 +83,12 @@ def demo(argv: Sequence[str]) -> int:
     """Run ``recipes demo``; return the exit code of the first stage that fails.
 
     Raises:
-        ConfigError: As ``run_demo``.
+        ConfigError: As ``run_demo``, or the extra ``corpus`` or ``eval`` is not installed.
         DataError: As ``run_demo``.
     """
     options = CommandParser("demo").parse_args(argv)
+    # Its evaluations run last, after minutes.
+    verify_extra("recipes demo", "corpus,eval", "datatrove", "ftfy", "trafilatura", "warcio", "lm_eval")
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
 
     return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)

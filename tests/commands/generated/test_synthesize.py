@@ -296,6 +296,16 @@ def test_invalid_input_is_rejected(synthesize, keys: dict[str, Any], message: st
     assert bool(server.asked) == ("min_words" in keys), "other errors are found before any request"
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "pairs.jsonl"])
+def test_rows_of_another_origin_are_kept(synthesize, folder: Path, name: str) -> None:
+    (folder / "out").mkdir()
+    write_rows(folder / "out" / name, [{"prompt": "a"}])
+    server = ChatEndpoint(write)
+    assert f"{name}: exists, and was not written by this command" in synthesize(server, code=2)
+    assert read(folder, name) == [{"prompt": "a"}]
+    assert not server.asked
+
+
 def test_check_shows_first_prompt_without_requests(folder: Path, recipes) -> None:
     flags = ["--model_name_or_path=m/m", f"--dataset_name={folder / 'seeds.jsonl'}", f"--output_dir={folder / 'out'}"]
     printed = recipes("check", "--recipe", "synthesize", "--method=evolution", *flags)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
 from recipes_lib.commands.generated.candidates import (
+    PAIRS,
     ROWS,
     Answer,
     Candidate,
@@ -106,6 +107,7 @@ def check(argv: Sequence[str]) -> int:
     """
     config = exit_after_help(SynthesisConfig.parse(argv))
     method = load_method(config)
+    _verify_folder(Path(config.output_dir))
     rows, _ = read_source(method)
     build_checks(config)
     verify_judge(config, "grade")
@@ -125,6 +127,7 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
         DataError: As ``main``.
     """
     method, folder = load_method(config), Path(config.output_dir)
+    _verify_folder(folder)
     rows, fingerprint = read_source(method)
     checks = build_checks(config)
     verify_judge(config, "grade")
@@ -178,6 +181,18 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
         found += f"; the first: {textwrap.shorten(next(answers, 'empty'), 200)}"
         raise DataError(Problem(str(folder), found, f"read {_REPLIES}, and relax filters"))
     return record, samples
+
+
+def _verify_folder(folder: Path) -> None:
+    """Raise if a folder without files of an earlier launch has rows or pairs, which would be replaced or deleted.
+
+    Raises:
+        ConfigError: It has.
+    """
+    found = [name for name in (_REPLIES, RECORD, ROWS, PAIRS) if (folder / name).exists()]
+    if found and found[0] in (ROWS, PAIRS):
+        place = str(folder / found[0])
+        raise ConfigError(Problem(place, "exists, and was not written by this command", "name another output_dir"))
 
 
 def load_writer(config: SynthesisConfig) -> Answerer:
