@@ -225,7 +225,7 @@ def _run_datatrove_pipeline(texts: Sequence[str], data: Path) -> list[int]:
             filters.LambdaFilter(lambda document: language.apply(document, Counter()) is None),
             filters.GopherRepetitionFilter(language=tokenizer),
             filters.GopherQualityFilter(language=tokenizer),
-            filters.C4QualityFilter(filter_no_terminal_punct=False, min_words_per_line=-1, language=tokenizer),
+            filters.C4QualityFilter(filter_no_terminal_punct=False, language=tokenizer),
             filters.FineWebQualityFilter(language=tokenizer),
             PIIFormatter(),
             ParquetWriter(f"{folder}/kept"),

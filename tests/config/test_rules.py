@@ -217,7 +217,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "distill": [
         *((f"teacher_top_k: 64\nattn_implementation: eager\n{key}: 0.1", 7, "no hidden states") for key in WEIGHTS),
-        *((f"use_peft: true\nattn_implementation: eager\n{key}: 0.1", 7, "only an adapter") for key in WEIGHTS),
+        *((f"use_peft: true\nattn_implementation: eager\n{key}: 0.1", 7, "all weights are trained") for key in WEIGHTS),
         ("attention_weight: 1.0", 5, "write `attn_implementation: eager`"),
         ("attention_weight: 1.0\nattn_implementation: sdpa", 5, "write `attn_implementation: eager`"),
         ("feature_loss: cosine", 5, "`feature_loss` has no effect: `feature_weight` is 0.0"),

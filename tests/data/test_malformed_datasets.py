@@ -158,7 +158,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "messages as a string": ({"messages": "Hi"}, "`messages` is not valid JSON"),
     "messages as an object": ({"messages": user()}, "an object, not a list"),
     "arguments with NaN": (chat(user(), calling('{"a": NaN}')), "cannot be written as JSON"),
-    "function call without a name": (chat(user(), assistant(None, function_call={})), "no function"),
+    "function call without a name": (chat(user(), assistant(None, function_call={"arguments": "{}"})), "no function"),
     "prompt without an answer": ({"prompt": "a", "n": 1}, "chosen + rejected; in RL also prompt"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
     "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "each of `solution`, `response` may be"),
