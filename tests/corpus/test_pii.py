@@ -75,7 +75,19 @@ LEFT = [
 
 @pytest.mark.parametrize(("kind", "text"), FOUND)
 @pytest.mark.parametrize(
-    "around", ["{}", "see {}.", "({}),", "é {} AND more", "\n{}\n", "电话{}谢谢", "주소{}으로", "x='{}',", "`{}`"]
+    "around",
+    [
+        "{}",
+        "see {}.",
+        "({}),",
+        "é {} AND more",
+        "\n{}\n",
+        "电话{}谢谢",
+        "주소{}으로",
+        "x='{}',",
+        "`{}`",
+        "Connection {}",
+    ],
 )
 def test_pii_is_masked_without_context(kind, text, around):
     found = Counter()

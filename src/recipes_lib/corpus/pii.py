@@ -171,7 +171,10 @@ PATTERNS: Final = (
     ),
     Pattern(
         "ip",  # Not `Version 8.2.4.44`, nor `Section 3.4.1.2` or its link.
-        re.compile(r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease|ection)[ -]\d)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"),
+        re.compile(
+            r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease)[ -]\d)(?<!\b[Ss]ection[ -]\d)"
+            r"\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"
+        ),
         _whole(_is_public_ip),
         (".",),
     ),
