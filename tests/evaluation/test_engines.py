@@ -309,8 +309,9 @@ def test_damaged_file_of_answers_is_read_as_far_as_possible_and_replaced(first: 
     assert "399" not in cached.dbdict
     cached.dbdict["new"] = "answer"
     cached.close()
-    again = CachedModel(model, tmp_path / "key-1.sqlite", [file])
+    again = CachedModel(model, tmp_path / "key-1.sqlite", sorted(tmp_path.glob("key-*")))
     assert again.dbdict["new"] == "answer"
+    assert ("0" in again.dbdict) == (first > 0)
     again.close()
 
 

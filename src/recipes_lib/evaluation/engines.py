@@ -440,7 +440,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         # All ranks must have read the old files before one writes to them.
         model.barrier()
         if path in broken:
-            path.unlink()
+            # Kept, and read by the next launch too; the number of files makes the name unique.
+            path.rename(f"{path}.{len(others)}")
         self._own = _open(path)
         self.dbdict = _Answers(self._own, earlier)
         model.set_cache_hook(CacheHook(self))

@@ -137,6 +137,21 @@ def test_unknown_or_reserved_options_raise(options):
     assert refused.value.problems[0].where == "transformers_continuous_batching_config"
 
 
+def read_options(engine, policy, prompts):
+    """Return the options with which sampling would start."""
+    given = []
+
+    def leave(*, continuous_batching_config, **_):
+        given.append(continuous_batching_config)
+        raise KeyboardInterrupt
+
+    policy.continuous_batching_context_manager = leave
+    engine.load(policy)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(policy, prompts, draw(len(prompts)))
+    return given[0]
+
+
 @pytest.mark.parametrize(
     ("count", "options", "expected"),
     [
@@ -148,18 +163,8 @@ def test_unknown_or_reserved_options_raise(options):
     ],
 )
 def test_cache_on_a_cpu_has_the_blocks_of_the_answers(count, options, expected):
-    policy, given = build_policy("llama"), []
     engine = ContinuousBatchingBackend(build_sampling(response_length=8), dtype=torch.float32, options=options)
-    engine.load(policy)
-
-    def leave(*, continuous_batching_config, **_):
-        given.append(continuous_batching_config.num_blocks)
-        raise KeyboardInterrupt
-
-    policy.continuous_batching_context_manager = leave
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(policy, [[5] * 3] * count, draw(count))
-    assert given == [expected]
+    assert read_options(engine, build_policy("llama"), [[5] * 3] * count).num_blocks == expected
 
 
 def test_answers_by_the_default_cache_on_a_cpu_match_training_graph():
@@ -181,15 +186,5 @@ def test_answers_by_the_default_cache_on_a_cpu_match_training_graph():
 )
 def test_flash_attention_is_used_in_half_precision_and_not_downloaded(monkeypatch, dtype, has_kernels, more, expected):
     monkeypatch.setattr(continuous_batching, "is_kernels_available", lambda: has_kernels)
-    policy, given = build_policy("llama").to(dtype), []
     engine = ContinuousBatchingBackend(build_sampling(), dtype=dtype, options=SMALL | more)
-    engine.load(policy)
-
-    def leave(*, continuous_batching_config, **_):
-        given.append(continuous_batching_config.auto_switch_to_flash)
-        raise KeyboardInterrupt
-
-    policy.continuous_batching_context_manager = leave
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(policy, PROMPTS, draw(4))
-    assert given == [expected]
+    assert read_options(engine, build_policy("llama").to(dtype), PROMPTS).auto_switch_to_flash == expected
