@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.parallel.tensor_parallel import (
@@ -54,6 +56,10 @@ def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
         (AutoConfig.for_model("mixtral", **SIZES, **HEADS), "tensor parallelism is not supported for a mixtral model"),
         # Its embeddings of each layer have no plan.
         (AutoConfig.for_model("gemma3n_text"), "tensor parallelism is not supported for a gemma3n_text model"),
+        # Its layers have heads of different sizes.
+        (AutoConfig.for_model("gemma4_unified_text"), "not supported for a gemma4_unified_text model"),
+        # The whole model has a vision tower.
+        (AutoConfig.for_model("gemma3"), "tensor parallelism is not supported for a gemma3 model"),
         (build_config("llama", num_attention_heads=6, hidden_size=24), "num_attention_heads of the model is 6"),
         (build_config("llama", num_key_value_heads=1), "num_key_value_heads of the model is 1"),
         (build_config("llama", vocab_size=66), "vocab_size of the model is 66"),
@@ -63,6 +69,34 @@ def test_models_with_verified_plan_are_accepted(model_type: str) -> None:
 def test_unsupported_models_are_refused(config: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         verify_tensor_parallel(config, 4)
+
+
+def build_default(config_class: Any) -> Any:
+    """Its default sizes with four layers, on the meta device; ``None`` if it is refused or has no complete defaults."""
+    try:
+        config = config_class()
+        text = config.get_text_config()
+        vars(text).update({name: 0.0 for name in vars(text) if "drop" in name})
+        verify_tensor_parallel(config, 1)
+        text.num_hidden_layers = 4
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:4]
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (AttributeError, ConfigError, ImportError, KeyError, StrictDataclassError, TypeError, ValueError):
+        return None
+
+
+def test_plans_of_accepted_models_have_every_matrix() -> None:
+    models = [model for model in map(build_default, list(MODEL_FOR_CAUSAL_LM_MAPPING)) if model is not None]
+    assert len(models) >= 30
+    for model in models:
+        names = {
+            re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight"))
+            for name, tensor in model.named_parameters()
+            if tensor.ndim > 1
+        }
+        assert names <= model.tp_plan.keys(), model.config.model_type
 
 
 def test_no_plan_without_tensor_parallel_size() -> None:

@@ -28,6 +28,11 @@ HEAD_NORM_STYLE: Final = "replicated_with_grad_allreduce"
 """Style of query and key norms, as in Qwen 3 and Gemma 3: each rank computes their gradient for its own heads."""
 PROVED_STYLES: Final = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", HEAD_NORM_STYLE}
 """Styles of ``base_model_tp_plan`` with a parity test; experts and fused projections have none."""
+_PARTIAL: Final = {
+    *("gemma3", "got_ocr2", "gpt_neox", "moss_transcribe_diarize", "olmo_hybrid", "phi4_multimodal", "qwen3_5"),
+    *("qwen3_5_text", "youtu"),
+}
+"""Models whose plan leaves some matrices whole, in transformers 5.23: those of images, an embedding, a convolution."""
 _DIVIDED: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
@@ -91,12 +96,13 @@ def verify_tensor_parallel(config: PreTrainedConfig, num_parts: int) -> None:
     """
     text = config.get_text_config()
     plan: Mapping[str, str] = text.base_model_tp_plan or {}
-    problems = []
-    # Of models with embeddings for each layer, plans leave some matrices out.
-    has_plan = bool(plan) and not getattr(text, "hidden_size_per_layer_input", 0)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not has_plan or set(plan.values()) - PROVED_STYLES:
+    # Of models with embeddings for each layer, too, plans leave some matrices out.
+    is_partial = config.model_type in _PARTIAL or bool(getattr(text, "hidden_size_per_layer_input", 0))
+    has_plan = plan and not is_partial and not text.is_heterogeneous and set(plan.values()) <= PROVED_STYLES
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not has_plan:
         found = f"tensor parallelism is not supported for a {config.model_type} model"
-        problems.append(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
+        raise ConfigError(Problem("model_name_or_path", found, "launch with accelerate_configs/fsdp2.yaml"))
+    problems = []
     for key in _DIVIDED:
         number = getattr(text, key, None)
         if isinstance(number, int) and number % num_parts:
