@@ -7,11 +7,14 @@ import pytest
 import torch
 from tests.training.pairs import make_pair_trainer, make_pairs
 from tests.training.trajectories import make_packs, make_trainer, weights_of
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.models.parallel.tensor_parallel import build_distribution, distribute
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.training.guards.start_checks import (
     StartChecks,
@@ -139,6 +142,24 @@ def test_gradient_check_passes_once_all_tensors_were_seen(tiny_model_dir, tmp_pa
     assert run_checks(trainer, 3) == ["gradients: all 21 trained tensors have one"]
     lines = run_checks(trainer, 9, has_no_gradient=lambda name, step: "lm_head" in name and step < 9)
     assert lines == ["gradients: all 21 trained tensors have one"]
+
+
+def test_tied_weights_are_counted_once_after_evaluation_of_sharded_model(tiny_model_dir, tmp_path):
+    trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
+    sizes = {"vocab_size": 68, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads, tie_word_embeddings=True))
+    # This process, and three that are not there.
+    distributed.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        model = distribute(whole, build_distribution({"tp": 2, "dp_shard": 2}, torch.float32))
+        with torch.no_grad():
+            model(input_ids=torch.arange(6)[None])
+        checks = StartChecks(trainer, has_adapter=False)
+        checks.on_epoch_begin(trainer.args, trainer.state, trainer.control, model=model)
+    finally:
+        distributed.destroy_process_group()
+    assert checks._num_trained == len(dict(whole.named_parameters()))
 
 
 def test_gradients_of_adapter_are_required_at_once_except_of_vectors(tiny_model_dir, tmp_path):

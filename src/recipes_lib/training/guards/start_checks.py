@@ -184,19 +184,18 @@ class StartChecks(TrainerCallback):
             return
         self._is_begun = True
         self._trainer.observer.progress.say(verify_accumulation(self._trainer))
-        flags = {name: parameter.requires_grad for name, parameter in kwargs["model"].named_parameters()}
-        names = [name for name, is_trained in flags.items() if is_trained]
-        if len(names) < len(flags) and not self._has_adapter:
+        # Shards: after an evaluation, gathered weights that are tied have two names under FSDP2 x TP.
+        trained, frozen = (select_parameters(kwargs["model"], trained=is_trained) for is_trained in (True, False))
+        if frozen and not self._has_adapter:
             self._trainer.observer.progress.say(
-                f"frozen: {len(flags) - len(names)} tensors that text does not pass through, "
-                "such as " + next(name for name in flags if not flags[name])
+                f"frozen: {len(frozen)} tensors that text does not pass through, such as {next(iter(frozen))}"
             )
-        self._num_trained = len(names)
+        self._num_trained = len(trained)
         if self._trainer.is_deepspeed_enabled:
             # It reduces gradients into its own partitions; ``parameter.grad`` is ``None``.
             self._trainer.observer.progress.say("gradients: not checked under DeepSpeed, which does not expose them")
         else:
-            self._faults = dict.fromkeys(names, "it has no gradient")
+            self._faults = dict.fromkeys(trained, "it has no gradient")
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check that every trained tensor gets a gradient within the first steps."""
