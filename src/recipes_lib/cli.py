@@ -52,9 +52,6 @@ COMMANDS = {
         ".commands.generated.synthesize:main",
         "generate training rows with a model, filter and grade them",
     ),
-    "distill-write": Command(
-        ".commands.sampling:main_answers", "sample a teacher's answers to prompts, as training rows"
-    ),
     "tokenizer": Command(".commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"),
     "plan": Command(".commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
     "scale": Command(".commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"),
@@ -80,7 +77,7 @@ GROUPS = {
     "run": ("demo", "launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),
-    "distillation": ("student", "distill-store", "distill-write"),
+    "distillation": ("student", "distill-store"),
     "shell": ("completion",),
 }
 """Heading in ``recipes --help`` -> its commands."""

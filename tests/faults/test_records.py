@@ -22,7 +22,7 @@ from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.boundary import run_command
 from recipes_lib.commands import reproduce, weights
-from recipes_lib.commands.sampling import AnswerCounts, RowFile
+from recipes_lib.commands.sampling import PairCounts, RowFile
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.packed.encoding import build_encoder
@@ -140,7 +140,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward_scale.json").write_text(json.dumps({"mean": 0.5, "std": 2.0}))
     rows = folder / "answers.jsonl"
     rows.write_text("")
-    RowFile(rows.with_name("other.jsonl"), {}, AnswerCounts(), what="").write(iter([[{"prompt": "a"}]]))
+    RowFile(rows.with_name("other.jsonl"), {}, PairCounts(), what="").write(iter([[{"prompt": "a"}]]))
     shutil.move(folder / "other.jsonl.record.json", folder / "answers.jsonl.record.json")
     return folder
 
@@ -230,7 +230,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "reward_scale.json": ("reward_scale.json", read_adapter_statistics),
     "answers.jsonl.record.json": (
         "answers.jsonl.record.json",
-        lambda folder: RowFile(folder / "answers.jsonl", {}, AnswerCounts(), what="other rows"),
+        lambda folder: RowFile(folder / "answers.jsonl", {}, PairCounts(), what="other rows"),
     ),
     "a recipe": ("sft.yaml", read_config),
     "a launch file": ("launch.yaml", lambda folder: read_launch_file(folder / "launch.yaml")),

@@ -79,5 +79,5 @@ def test_vocabulary_mismatch_is_rejected_before_weights_are_loaded(tmp_path, wri
     error = capsys.readouterr().err
     assert f"{config}:" in error
     assert "the teacher has no token '<new>'" in error
-    assert "distill-write" in error
+    assert "recipes synthesize" in error
     assert json.loads((tmp_path / "a run" / "run.json").read_text())["status"] == "refused"

@@ -1,10 +1,9 @@
-"""``recipes sample-pairs`` and ``recipes distill-write``, and append-only files of generated rows that resume."""
+"""``recipes sample-pairs``, and append-only files of generated rows that resume."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,16 +17,12 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.settings import is_local
 from recipes_lib.config.values import split_import_path
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import explain_write_errors, fsync, hash_file, name_record, read_record, replace_record, try_lock
 from recipes_lib.quantities import pluralize
-from recipes_lib.training.layouts.launch_environment import Launch, read_launch
+from recipes_lib.training.layouts.launch_environment import read_launch
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from recipes_lib.data.prompts import PromptData, PromptRow
-    from recipes_lib.evaluation.answering import LocalModel
+    from recipes_lib.data.prompts import PromptRow
     from recipes_lib.evaluation.endpoint import Reply
     from recipes_lib.evaluation.judges import Grade, Judgment
     from recipes_lib.rl.collect import Collector
@@ -273,16 +268,24 @@ def main_pairs(argv: Sequence[str]) -> None:
     """
     options, overrides = CommandParser("sample-pairs").parse_known_args(argv)
     config = load_for_command("ppo", overrides, options.config)
+    from recipes_lib.data.prompts import load_prompt_data
+    from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.generation import set_stop_tokens
+    from recipes_lib.models.loading import load_model_config, load_tokenizer
     from recipes_lib.rl.collect import Collector
     from recipes_lib.rl.models import ActorCritic
     from recipes_lib.rl.rewards import load_rewards
     from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import build_training_arguments
     from recipes_lib.training.trainers.trained_model import load_policy
 
-    launch, tokenizer, prompts, args, attention = _prepare(config)
+    launch = read_launch()
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer, local_rank=launch.local_rank)
+    args = build_training_arguments(config, launch, has_eval=False)
+    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
     rewards = load_rewards(config.rewards, device=str(args.device))
-    policy = load_policy(config, attention, args, launch)
+    policy = load_policy(config, attention.implementation, args, launch)
     stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
     models = ActorCritic(policy.to(args.device), critic=None, own_reference=None, stop_ids=stop_ids)
     progress = build_progress(is_main=True)
@@ -295,21 +298,6 @@ def main_pairs(argv: Sequence[str]) -> None:
     file = RowFile(options.output, settings, PairCounts(), what=what)
     file.write(sample_pairs(collector, prompts.train, options.num_answers, file.counts))
     sys.stdout.write(f"{options.output}: {file.counts.describe()}\n")
-
-
-def _prepare(config: RecipeConfig) -> tuple[Launch, Any, PromptData, TrainingArguments, str]:
-    """Return what sampling needs: launch, tokenizer, prompts, training arguments and attention implementation."""
-    from recipes_lib.data.prompts import load_prompt_data
-    from recipes_lib.models.attention.kernels import choose_attention
-    from recipes_lib.models.loading import load_model_config, load_tokenizer
-    from recipes_lib.training.trainers.arguments import build_training_arguments
-
-    launch = read_launch()
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer, local_rank=launch.local_rank)
-    args = build_training_arguments(config, launch, has_eval=False)
-    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
-    return launch, tokenizer, prompts, args, attention.implementation
 
 
 def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, Any]:
@@ -346,116 +334,3 @@ def _identify_function(path: str) -> list[str]:
     with suppress(OSError, TypeError):
         found.append(inspect.getsource(sys.modules[module.removesuffix(".py")]))
     return found
-
-
-@dataclass(slots=True, kw_only=True)
-class AnswerCounts(Counts):
-    """Progress of a set of answers.
-
-    Attributes:
-        num_prompts: Prompts that were answered.
-        num_rows: Answers that were written.
-        num_unfinished: Answers truncated by the length limit.
-        num_empty: Answers that are invalid as training data: empty, or with a NUL or a lone surrogate.
-        num_reasoned: Written answers with reasoning in ``<think>``.
-    """
-
-    num_prompts: int = 0
-    num_rows: int = 0
-    num_unfinished: int = 0
-    num_empty: int = 0
-    num_reasoned: int = 0
-
-    def describe(self) -> str:
-        """Return the counts in a line."""
-        return (
-            f"{pluralize(self.num_rows, 'answer')} to {pluralize(self.num_prompts, 'prompt')}, "
-            f"{self.num_reasoned:,} with reasoning; dropped: {self.num_unfinished:,} truncated, "
-            f"{self.num_empty:,} empty or invalid"
-        )
-
-
-def main_answers(argv: Sequence[str]) -> None:
-    """Run ``recipes distill-write``: write or complete a file of answers sampled from a teacher.
-
-    Raises:
-        ConfigError: A flag or the configuration is invalid, the teacher cannot be loaded, a mixture is configured; as
-            ``RowFile``.
-        DataError: As ``load_prompt_data``.
-    """
-    options, overrides = CommandParser("distill-write").parse_known_args(argv)
-    config = load_for_command("distill", overrides, options.config)
-    from recipes_lib.distillation.teacher_store import identify_teacher
-    from recipes_lib.evaluation.answering import LocalModel
-    from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
-    from recipes_lib.models.loading import choose_teacher, load_causal_lm
-    from recipes_lib.training.trainers.arguments import build_autocast
-
-    if config.data.dataset_mixture:
-        where = config.locate("dataset_mixture")
-        raise ConfigError(Problem(where, "a mixture is not supported", "join the files, and write `dataset_name`"))
-    # The teacher answers with its own tokenizer and chat template.
-    tokens = replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
-    config = replace(config, model=choose_teacher(config), tokens=tokens)
-    _, tokenizer, prompts, args, attention = _prepare(config)
-    teacher: Any = load_causal_lm(config.model, attention)
-    teacher.to(args.device)
-    stop_ids = set_stop_tokens(teacher, tokenizer, prompts.terminators)
-    length, temperature = config.rewards.response_length, config.distillation.sampling_temperature
-    sampling, size = Sampling(stop_ids, 0, length, temperature), args.per_device_eval_batch_size
-    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
-    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
-    facts = {
-        "teacher": {"name": config.model.model_name_or_path, **identify_teacher(config)},
-        "dataset": {"name": config.data.dataset_name, "fingerprint": prompts.record["fingerprint"]},
-        "response_length": length,
-        "temperature": temperature,
-        "seed": args.seed,
-        "reasoning": options.reasoning,
-    }
-    input_ids = [prompt.input_ids for prompt in prompts.train]
-    settings = {"stop_ids": stop_ids, "prompts": input_ids}
-    what = "answers of another teacher, to other prompts, or with other sampling parameters"
-    file = RowFile(options.output, settings, AnswerCounts(), what=what, facts=facts)
-    file.write(answer(model, prompts.train, file.counts, reasoning=options.reasoning))
-    sys.stdout.write(f"{options.output}: {file.counts.describe()}\n")
-
-
-def answer(
-    model: LocalModel, prompts: Sequence[PromptRow], counts: AnswerCounts, *, reasoning: str
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield batches of rows, and update the counts before each.
-
-    Args:
-        model: The teacher.
-        prompts: All prompts; those that are already counted are skipped. The answer to a prompt depends on its index
-            and the seed, not on the batch.
-        counts: Progress, updated in place.
-        reasoning: Handling of ``<think> ... </think>``: ``keep`` or ``drop``.
-    """
-    from recipes_lib.data.sources.messages import is_answer
-
-    for start in range(counts.num_prompts, len(prompts), model.batch_size):
-        batch = prompts[start : start + model.batch_size]
-        written = model.write([prompt.input_ids for prompt in batch], range(start, start + len(batch)))
-        rows = []
-        for prompt, answer in zip(batch, written, strict=True):
-            thought, said = split_reasoning(answer.text)
-            counts.num_unfinished += not answer.is_finished
-            text = join_reasoning(thought if reasoning == "keep" else None, said)
-            is_kept = answer.is_finished and bool(said.strip()) and is_answer(text)
-            counts.num_empty += answer.is_finished and not is_kept
-            if is_kept:
-                rows.append(lay_out(prompt, text))
-                counts.num_reasoned += thought is not None
-        counts.num_prompts += len(batch)
-        counts.num_rows += len(rows)
-        yield rows
-
-
-def lay_out(prompt: PromptRow, text: str) -> dict[str, Any]:
-    """Return a fine-tuning row: a chat, or prompt and completion."""
-    if isinstance(prompt.content, str):
-        return {"prompt": prompt.content, "completion": text}
-    tools = {"tools": prompt.columns["tools"]} if prompt.columns.get("tools") else {}
-    return {"messages": [*prompt.content, {"role": "assistant", "content": text.strip()}], **tools}

@@ -171,7 +171,7 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
     own, other = student.get_vocab(), teacher.get_vocab()
     remedy = (
         "name a teacher of the student's model family, or use sequence-level distillation: generate answers with the "
-        "teacher (`recipes distill-write`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns tokenizers"
+        "teacher (`recipes synthesize`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns tokenizers"
     )
     missing = sorted(own.keys() - other.keys())
     if missing:
