@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tests.locks import locked
 from tests.report.test_page import HOSTILE, Page
-from tests.rows import write_rows
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.report import overview
@@ -67,12 +66,9 @@ def test_list_entries_finds_nested_runs_but_not_checkpoints(tmp_path: Path) -> N
     write_run(tmp_path / "a" / "checkpoint-3", [])
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "corpus.json").write_text("{}")
-    (tmp_path / "hf" / "checkpoint-7").mkdir(parents=True)
-    write_rows(tmp_path / "hf" / "checkpoint-7" / "trainer_state.json", [{"log_history": [{"step": 7, "loss": 1.0}]}])
     (tmp_path / "link").symlink_to("a")
     assert [(entry.name, entry.kind, entry.status, entry.step) for entry in list_entries(tmp_path)] == [
         ("a", "sft", "killed", 30), ("b/deep", "sft", "done", 30), ("corpus", "corpus", "done", None),
-        ("hf", "", "", 7),
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.report.run_files import EventTable, find_non_finite_steps, is_run, read_curve, read_number, read_run
+from recipes_lib.report.run_files import EventTable, find_non_finite_steps, read_curve, read_number, read_run
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
@@ -108,31 +108,3 @@ def test_invalid_run_json_gives_no_facts(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"stage": "sf')
 
     assert read_run(tmp_path).facts == {}
-
-
-def test_history_of_transformers_trainer_is_read(tmp_path: Path) -> None:
-    """The newest state; several held-out sets have an event each, and the last event is a summary."""
-    events = [
-        {"step": 1, "epoch": 0.5, "loss": 2.0, "grad_norm": math.nan},
-        {"step": 1, "eval_a_loss": 3.0, "eval_runtime": 0.1},
-        {"step": 1, "eval_b_loss": 4.0, "eval_runtime": 0.1},
-        {"step": 1, "train_loss": 2.0, "train_runtime": 9.0},
-    ]
-    for step, history in ((9, []), (10, [*events, 3])):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    run = read_run(tmp_path)
-    assert [(event["step"], event["loss"]) for event in run.train] == [(1, 2.0)]
-    assert find_non_finite_steps(run.train, "grad_norm") == [1]
-    assert [(event["eval_a_loss"], event["eval_b_loss"]) for event in run.evaluations] == [(3.0, 4.0)]
-    assert run.num_torn_lines == 1
-    assert not is_run(tmp_path / "checkpoint-10"), "a checkpoint is not an output directory"
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "loss": 1}')
-    assert [event["step"] for event in read_run(tmp_path).train] == [7]
-
-
-@pytest.mark.parametrize("text", ["[]", '{"log_history": 3}', "{"])
-def test_invalid_history_is_counted_as_a_torn_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / "trainer_state.json").write_text(text)
-    run = read_run(tmp_path)
-    assert (list(run.train), run.num_torn_lines) == ([], 1)

@@ -151,7 +151,7 @@ def _plan_charts(run: RunFiles) -> Iterator[Plan]:
     )
     in_bytes = bool(read_curve(run.evaluations, "eval_bits_per_byte"))
     has_targets = any(value for _, value in read_curve(run.train, "target_tokens_per_second"))
-    # Without a record, as of another program's run, the unit of the loss is unknown.
+    # Without a record, the unit of the loss is unknown.
     unit = "a pair" if is_pairs else "nats per target token" if run.facts else ""
     parts = {
         "clipped surrogate, 0 on average": is_rl,

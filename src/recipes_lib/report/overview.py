@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import is_inside, is_locked, read_record
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, find_end, is_run, mark_killed, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, find_end, mark_killed, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
@@ -95,7 +95,7 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for child in sorted(children, key=_split_numbers):
-        if is_run(child) or any((child / sign).is_file() for sign in _SIGNS):
+        if any((child / sign).is_file() for sign in _SIGNS):
             yield child
         elif depth > 1:
             yield from _find_outputs(child, depth - 1)

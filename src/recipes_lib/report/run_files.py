@@ -1,7 +1,4 @@
-"""Reads the files of a run's output directory, tolerating missing, truncated and untrusted ones.
-
-Of a run of transformers' Trainer or of TRL it reads ``trainer_state.json``.
-"""
+"""Reads the files of a run's output directory, tolerating missing, truncated and untrusted ones."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -19,12 +15,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import LOCK_FILE, find_record, is_locked, parse_number, read_lines, read_record
+from recipes_lib.files import LOCK_FILE, find_record, is_locked, parse_number, read_lines
 
 Record = Mapping[str, Any]
 Curve = Sequence[tuple[int, float]]
 """``(step, value)`` points, ordered by step."""
-_STATE: Final = "trainer_state.json"
 _MAX_SMOOTHED: Final = 400
 """Maximum points of a running median."""
 MAX_FINITE: Final = 1e300
@@ -136,27 +131,24 @@ class RunFiles:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is the output directory of a run."""
-    names = ("run.json", "metrics.jsonl")
-    return any((folder / name).is_file() for name in names) or _find_state(folder) is not None
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
-    """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory, or ``trainer_state.json``.
+    """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory.
 
     Args:
         run_dir: The directory.
         names: Values of training steps to keep in memory, and then without samples; ``None`` to keep all.
 
     Raises:
-        DataError: The directory has none of ``run.json``, ``metrics.jsonl`` and ``trainer_state.json``.
+        DataError: The directory has neither ``run.json`` nor ``metrics.jsonl``.
     """
     if not is_run(run_dir):
-        found = f"has neither run.json nor metrics.jsonl nor {_STATE}"
+        found = "has neither run.json nor metrics.jsonl"
         raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
-    state = None if (run_dir / "metrics.jsonl").is_file() else _find_state(run_dir)
-    lines = read_lines(run_dir / "metrics.jsonl") if state is None else _read_history(state)
     train = EventTable(names)
-    events, torn_events = _split_valid(lines, train)
+    events, torn_events = _split_valid(read_lines(run_dir / "metrics.jsonl"), train)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
     evaluations, expected = (
         _keep_last([event for event in events if event.get("kind") == kind], "step") for kind in ("eval", "expected")
@@ -263,35 +255,6 @@ def _iterate_numbers(records: Sequence[Record], name: str) -> Iterator[tuple[int
         # Floats first: nearly all values of a run, which may have a million steps, are floats or absent.
         if type(value) is float or (value is not None and (value := read_number({name: value}, name)) is not None):
             yield step, value
-
-
-def _find_state(folder: Path) -> Path | None:
-    """Return the newest ``trainer_state.json`` of an output directory: its own, else that of its last checkpoint."""
-    if (folder / _STATE).is_file() and not folder.name.startswith("checkpoint-"):
-        return folder / _STATE
-    with suppress(OSError):  # The folder was deleted meanwhile, or cannot be read.
-        paths = {path.parent.name.removeprefix("checkpoint-"): path for path in folder.glob(f"checkpoint-*/{_STATE}")}
-        return max(((int(number), path) for number, path in paths.items() if number.isdecimal()), default=(0, None))[1]
-    return None
-
-
-def _read_history(state: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the events that transformers' Trainer has logged, as in ``metrics.jsonl``; ``None`` for an invalid file.
-
-    Those of one step, as of several held-out sets, are merged.
-    """
-    history: Any = [None]
-    with suppress(DataError):
-        history = read_record(state, {"log_history": list})["log_history"]
-    merged: dict[str, dict[str, Any]] = {}
-    for event in history:
-        if not isinstance(event, dict):
-            yield None
-            continue
-        # The last event is a summary of the run.
-        kind = "train" if "loss" in event else "eval" if any(name.startswith("eval_") for name in event) else "end"
-        merged.setdefault(f"{kind} {event.get('step')}", {"kind": kind}).update(event)
-    yield from merged.values()
 
 
 def _split_valid(
