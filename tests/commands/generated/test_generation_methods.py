@@ -149,3 +149,7 @@ def test_source_columns_depend_on_method(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             read(method)
         assert [problem.found for problem in caught.value.problems] == message
+    write_rows(path, [{"prompt": "p", "tools": [{"name": "add"}]}])
+    with pytest.raises(DataError, match="has `tools`, which the writer is not shown"):
+        read("answers")
+    assert read("answers", dataset_columns={"tools": None}) == ["p"]

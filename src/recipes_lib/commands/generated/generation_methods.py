@@ -257,6 +257,9 @@ def _read_row(columns: Mapping[str, Any], number: int, where: str, reads: str) -
         question = read_question(columns, number, where)
         if len(question.turns) > 1:
             raise DataError(Problem(where, "has several turns", "give one prompt a row"))
+        if columns.get("tools"):
+            remedy = "remove such rows, or write `dataset_columns: {tools: null}` for answers without them"
+            raise DataError(Problem(where, "has `tools`, which the writer is not shown", remedy))
         text, context = question.turns[0], list(question.context)
     elif not isinstance(text, str) or not text.strip():
         raise DataError(Problem(where, "has no `text`", "map it by dataset_columns: {text: COLUMN}"))
