@@ -1,4 +1,4 @@
-"""GPU table: names of drivers, vendors and users, link rates, MIG instances, and expected MFU."""
+"""GPU table: names of drivers, vendors and users, link rates, and expected MFU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_peak_is_known_for_16_bit_products_only() -> None:
     "name",
     [
         *("Intel(R) Xeon(R) Platinum", "AMD EPYC 9B14", "Abacus", "0GB", "", "a2-ultragpu-8g"),
-        *("NVIDIA GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 Mobile"),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 Mobile", "H100 MIG 1g.10gb"),
     ],
 )
 def test_other_names_are_no_known_gpu(name: str) -> None:
@@ -69,8 +69,6 @@ def test_peak_of_run_is_that_of_its_compute_dtype(name, training, dtype, expecte
         ("NVIDIA H100 PCIe", 80, 756, 2000, 64, 350),
         ("NVIDIA H100 NVL", 94, 835, 3900, 300, 400),
         ("H100NVL", 94, ..., ..., ..., ...),
-        ("H100 MIG 1g.10gb", 10, ..., ..., ..., ...),
-        ("H100 0GB MIG 1g.10gb", 10, ..., ..., ..., ...),
         ("H100 SXM", 80, 989, ..., ..., ...),
         ("NVIDIA_H100_80GB", 80, 989, ..., ..., ...),
         ("nvidia-h100-mega-80gb", 80, 989, ..., ..., ...),
@@ -153,14 +151,6 @@ def test_rate_between_gpus_depends_on_links_and_ranks(name, ranks, gigabytes) ->
     assert choose_device(name).find_rate(ranks) == gigabytes * 1e9
 
 
-@pytest.mark.parametrize("name", ["H100 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"])
-def test_mig_instance_has_share_of_gpu(name) -> None:
-    whole, part = choose_device("H100"), choose_device(name)
-    assert part.flops == pytest.approx(whole.flops * 3 / 7)
-    assert (part.memory, part.bandwidth) == pytest.approx((whole.memory / 2, whole.bandwidth / 2))
-    assert (part.is_part, whole.is_part) == (True, False)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -169,8 +159,7 @@ def test_mig_instance_has_share_of_gpu(name) -> None:
         ("MI30X", "MI300X"),
         ("A100", "one of several\n.*`A100-PCIe-80GB` or `A100-PCIe-40GB` or `A100-80GB` or `A100-40GB`"),
         ("NVIDIA A100-SXM4", "one of several\n.*`A100-80GB` or `A100-40GB`"),
-        # An instance of this size is a half of one board, and all of another.
-        ("A100 MIG 3g.40gb", "one of several"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "not known\n.* a size such as 80GB"),
         ("Tesla V100", "one of several\n.*`V100-32GB` or `V100-16GB`"),
         ("RTX 6000", "one of several\n.*`RTX PRO 6000` or `RTX 6000 Ada`"),
         ("Abacus", "nvidia-smi -L"),

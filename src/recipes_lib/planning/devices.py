@@ -49,7 +49,6 @@ class Device:
         watts: Rated power of a board; ``None`` if unknown.
         has_bf16: Whether products in bfloat16 are as fast as in float16.
         assumed: Board that is assumed for an ambiguous short name; may be empty.
-        is_part: Whether it is a MIG instance.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Device:
     watts: int | None = None
     has_bf16: bool = True
     assumed: str = ""
-    is_part: bool = False
 
     def find_rate(self, num_ranks: int) -> float:
         """Return the bytes per second that a GPU sends within a group of ``num_ranks`` GPUs of its machine."""
@@ -73,6 +71,9 @@ class Device:
 
 _DEVICES: Final = read_lists(Path(__file__).with_name("devices.yaml"))
 
+_SMALLER: Final = re.compile(r"laptop|mobile|max-q|\b\dg\.\d+gb\b", re.IGNORECASE)
+"""Signs of the GPU of a laptop or of a MIG instance, which is smaller than the board of its name."""
+
 
 def find_device(name: str) -> Device | None:
     """Return the GPU of a name, in the spelling of a vendor, ``nvidia-smi -L`` or a user; ``None`` if unknown.
@@ -80,39 +81,31 @@ def find_device(name: str) -> Device | None:
     Args:
         name: Name of a GPU, optionally with its memory, as in ``A100-SXM4-80GB``; or only a memory, as in ``48GB``.
     """
-    # The GPU of a laptop has fewer multiprocessors and less memory than the board of its name.
-    if re.search("laptop|mobile|max-q", name, re.IGNORECASE):
+    if _SMALLER.search(name):
         return None
-    # A MIG instance has sevenths of the multiprocessors, and of the bandwidth the share of its memory.
-    part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
     # Names of clouds and of Kubernetes have other signs between their words.
     text = re.sub("[_-]", " ", name)
-    # A dot beside the number is that of a MIG profile, whose memory is the instance's.
-    memory_gb = re.search(r"(?<!\.)\b([1-9]\d*) ?Gi?B?\b(?!\.)", text, re.IGNORECASE)
+    memory_gb = re.search(r"\b([1-9]\d*) ?Gi?B?\b", text, re.IGNORECASE)
     # The first match counts: devices.yaml lists longer names before those that they contain.
     for known, row in _DEVICES.items():
         # Spaces and `RTX` are optional, so that RTX4090 and 4090 match.
         pattern = row.get("pattern", known).replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
         if re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
-            memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]
+            memory = row["memory"]
             # A100-80 has no GB. In the name of a GH200, the number may be the memory of its CPU.
             if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", text)) and not known.startswith("GH200"):
                 memory = float(size[1])
-            if part:
-                flops, bandwidth = flops * int(part[1]) / 7, bandwidth * int(part[2]) / memory
-                memory = float(part[2])
             return Device(
                 name,
-                flops=flops * 1e12,
+                flops=row["flops"] * 1e12,
                 memory=memory * 1e9,
-                bandwidth=bandwidth * 1e9,
+                bandwidth=row["bandwidth"] * 1e9,
                 link=row["link"] * 1e9,
                 num_links=row.get("mesh", 1),
                 num_bridged=row.get("bridge", math.inf),
                 watts=row.get("watts"),
                 has_bf16=row.get("bf16", True),
                 assumed=row.get("assumed", "") if name.upper() == known else "",
-                is_part=part is not None,
             )
     # Not of a machine such as a2-ultragpu-8g.
     return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb and memory_gb[0].upper().endswith("B") else None
@@ -128,7 +121,7 @@ def choose_device(name: str) -> Device:
         return device
     part = name.strip().upper()
     models = {*re.findall(r"\b[A-Z]*\d+\b", part)}
-    alike = [known for known in _DEVICES if models & {*re.split("[ -]", known)}]
+    alike = [known for known in _DEVICES if models & {*re.split("[ -]", known)} and not _SMALLER.search(name)]
     near = alike or [known for known in _DEVICES if part and part in known.upper()]
     near = near or difflib.get_close_matches(part, _DEVICES)
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"

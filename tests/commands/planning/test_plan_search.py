@@ -60,7 +60,6 @@ def search_plan(plan_recipe):
         ("a100-40 x 8", 8, "a100-40"),
         ("RTX 4090x2", 2, "RTX 4090"),
         ("2x8xH100", 16, "H100"),
-        ("1xH100 MIG 1g.10gb", 1, "H100 MIG 1g.10gb"),
     ],
 )
 def test_number_and_name_of_gpus_are_read(text, number, name) -> None:
@@ -495,8 +494,6 @@ SHARED = ["--use_vllm", "true", "--vllm_gpu_memory_utilization", 1e-6]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpus", "2xH100 MIG 1g.10gb"], "does not support MIG instances"),
-        (["--gpu", "H100 MIG 1g.10gb", "--num_processes", 7], "does not support MIG instances"),
         (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
         (["--gpus", "1xH100", *SHARED], "--gpus: vLLM's weights and one answer do not fit its 0% of 1xH100"),
         (["--gpu", "H100", *SHARED], "--gpu: vLLM's weights and one answer do not fit its 0% of H100"),
@@ -504,7 +501,3 @@ SHARED = ["--use_vllm", "true", "--vllm_gpu_memory_utilization", 1e-6]
 )
 def test_impossible_plan_raises(plan_rl, flags, words) -> None:
     assert words in plan_rl(*flags, code=2)
-
-
-def test_single_mig_instance_is_planned(plan_rl) -> None:
-    assert "fits H100 MIG 1g.10gb" in plan_rl("--gpu", "H100 MIG 1g.10gb")

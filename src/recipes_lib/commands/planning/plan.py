@@ -180,9 +180,6 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.gpu is None:
         return None
     device, measured = choose_device(options.gpu), None
-    if num_gpus > 1 and device.is_part:
-        found = f"NCCL, by which {num_gpus} processes communicate, does not support MIG instances"
-        raise ConfigError(Problem("--gpu", found, "plan for one of them, or for the whole GPU without MIG"))
     try:
         verify_peak(device, config)
     except ConfigError:
