@@ -82,6 +82,14 @@ REMOVED = {
         max_prompt_length use_liger_loss vllm_device vllm_dtype vllm_enable_prefix_caching vllm_guided_decoding_regex
         vllm_max_model_len wandb_log_unique_prompts
     """,
+    # DPOConfig of TRL 0.8 to 0.28; GKDConfig, whose trainer is experimental, and CPOConfig, which has SimPO.
+    "dpo": """
+        base_model_attribute_name cpo_alpha dataset_num_proc force_use_ref_model generate_during_eval is_encoder_decoder
+        label_pad_token_id max_completion_length max_prompt_length max_target_length model_adapter_name padding_value
+        ref_adapter_name ref_model_init_kwargs reference_free rpo_alpha simpo_gamma tools use_liger_loss
+        use_logits_to_keep use_num_logits_to_keep
+    """,
+    "distill": "beta lmbda max_new_tokens seq_kd teacher_model_init_kwargs teacher_model_name_or_path temperature",
 }
 
 
@@ -89,6 +97,12 @@ REMOVED = {
 def test_removed_trl_key_is_accepted_renamed_or_refused(recipe: str, name: str) -> None:
     keys, known = load_table(recipe).keys, read_known(recipe)
     assert name in keys or name in known or read_synonyms()[name] in keys
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_rejected_key_is_not_sent_to_the_same_recipe(recipe: str) -> None:
+    remedies = {key: retired.remedy for key, retired in read_known(recipe).items()}
+    assert not [key for key, remedy in remedies.items() if f"use the `{recipe}` recipe" in remedy]
 
 
 def test_keys_of_former_rloo_are_renamed() -> None:

@@ -263,7 +263,7 @@ def is_overruled(row: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether the key of a row of ``DECISIONS`` has no effect."""
     key, decider = row["key"], row["decider"]
     if row.get("replaced") and not (
-        COMMIT.fullmatch(settings[key] or "")
+        COMMIT.fullmatch(str(settings[key]))
         and _is_overridden(decider, key, settings)
         and not settings.given[decider].is_repeated
     ):

@@ -133,6 +133,11 @@ def test_remaining_problems_are_reported(write) -> None:
     assert any("did you mean `learning_rate`" in remark for remark in remarks)
 
 
+def test_revision_that_looks_like_a_number_is_kept(write, minimal_text: str) -> None:
+    old = minimal_text + "model_revision: 20240101\n"
+    assert migrate(write(old)).text == old
+
+
 def test_existing_successor_key_takes_precedence(write, minimal_text: str) -> None:
     text, changes, *_ = migrate(write(minimal_text + "warmup_steps: 5\nwarmup_ratio: 0.1\n"))
     assert text == minimal_text + "warmup_steps: 5\n"
