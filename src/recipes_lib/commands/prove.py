@@ -69,7 +69,7 @@ def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
     from recipes_lib.training.guards.watchdog import WATCHDOG
 
     output, began = bench.folder, time.monotonic()
-    rows = read_rows(output, bench.describe())
+    rows = read_rows(output, bench.describe().__eq__)
     bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
     if bench.passed:
         sys.stdout.write(f"resumed: {pluralize(len(bench.passed), 'check')} passed before\n")
