@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from recipes_lib.proving.results import (
     PASSED,
     ROWS_FILE,
     SKIPPED,
+    SMALL,
     add_row,
     format_row,
     read_rows,
@@ -79,3 +80,11 @@ def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     write_page(page, read_rows(tmp_path).values())
     assert "| x |  | passed |" in page.read_text()
+
+
+def test_page_names_small_sizes(tmp_path: Path) -> None:
+    """Throughput "of 8B" would otherwise pass for that of such a model."""
+    row = run_check(Check("throughput-8B", "", lambda _: {}), bench := build_bench(tmp_path), 60)
+    for is_small in (True, False):
+        write_page(tmp_path / "page.md", [replace(row, machine=replace(bench, is_small=is_small).describe())])
+        assert (SMALL in (tmp_path / "page.md").read_text()) == is_small

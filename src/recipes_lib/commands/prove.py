@@ -65,7 +65,7 @@ def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
 
 
 def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
-    from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
+    from recipes_lib.proving.results import FAILED, PASSED, SMALL, add_row, format_row, read_rows, run_check, write_page
     from recipes_lib.training.guards.watchdog import WATCHDOG
 
     output, began = bench.folder, time.monotonic()
@@ -76,6 +76,8 @@ def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
             bench.passed[name] = row.figures
     if bench.passed:
         sys.stdout.write(f"resumed: {pluralize(len(bench.passed), 'check')} passed before\n")
+    if bench.is_small:
+        sys.stdout.write(f"{SMALL}\n")
     # For checks in this process; those of others have limits of their own.
     with WATCHDOG.watching(output, is_main=False):
         for check in checks:

@@ -17,6 +17,7 @@ from recipes_lib.proving.checks import Check
 
 ROWS_FILE: Final = "proof.jsonl"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+SMALL: Final = "Small sizes: a tiny model stands for those of 124M, 1B and 8B, whose speed and memory are not measured."
 _LONGEST_REASON: Final = 400
 _SHOWN: Final = 4
 """Number of figures per line on the terminal; the page has all."""
@@ -107,6 +108,7 @@ def write_page(path: Path, rows: Iterable[Row]) -> None:
         "",
         f"{datetime.now(UTC):%d %B %Y}: {', '.join(f'{count} {status}' for status, count in counts.items())}.",
         "",
+        *([SMALL, ""] if ", small sizes," in rows[0].machine else []),
         *(f"- {name}: {_format(value)}" for name, value in machine.items()),
         "",
         "| check | what | result | seconds | figures |",
