@@ -287,6 +287,19 @@ def test_expected_warnings_of_libraries_are_suppressed() -> None:
     assert run_python(code).splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
 
 
+def test_gpt2_is_not_warned_of_missing_mask_and_loss() -> None:
+    code = (
+        "import logging, sys, torch; from recipes_lib.boundary import run_command\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel\n"
+        "logging.getLogger('transformers.modeling_utils').addHandler(logging.StreamHandler(sys.stdout))\n"
+        "def work():\n"
+        "    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=1, eos_token_id=1)\n"
+        "    model = GPT2LMHeadModel(config); model(torch.ones(1, 2, dtype=torch.int64)); model.loss_function\n"
+        "run_command(work)"
+    )
+    assert not run_python(code)
+
+
 def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
     code = (
         "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"

@@ -46,6 +46,8 @@ _EXPECTED_WARNINGS: Final[dict[str, str | tuple[str, ...]]] = {
     "liger_kernel.backends.registry": "Backend impl ",
     # `recipes launch` on a CPU: the number of threads, which no launch file can set.
     "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
+    # Expected of GPT-2: positions separate documents, without a mask, and the loss head computes the loss.
+    "transformers.modeling_utils": ("We strongly recommend passing in an `attention_mask`", "`loss_type=None`"),
     # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
     "transformers.trainer": "The best checkpoint",
     "transformers.trainer_utils": (

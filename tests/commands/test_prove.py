@@ -81,6 +81,21 @@ def test_rows_of_other_machines_and_broken_rows_are_ignored(tmp_path, monkeypatc
     assert "calls 3" in (tmp_path / prove.PAGE).read_text()
 
 
+def test_check_of_several_gpus_runs_again_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def count(bench: Bench) -> Mapping[str, Any]:
+        calls.append(bench.num_gpus)
+        return {"gpus": bench.num_gpus}
+
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("all", "counts", count, min_gpus=2)])
+    for name, value in (("is_available", True), ("device_count", 8), ("get_device_name", "a GPU")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for num_gpus in (2, 2, 4, 2):
+        assert prove.main(["--output", str(tmp_path), "--gpus", str(num_gpus)]) == EXIT_DONE
+    assert calls == [2, 4]
+
+
 def test_page_is_written_after_each_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(bench: Bench) -> Mapping[str, Any]:
         raise KeyboardInterrupt

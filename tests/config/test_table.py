@@ -40,3 +40,9 @@ def test_describe_schema() -> None:
     assert describe({"type": ["number", "null"]}) == "a number or null"
     assert describe({"type": ["string", "null"], "enum": ["a", "b", None]}) == "one of a, b or null"
     assert describe({"type": ["array"], "items": {"type": ["string"]}}) == "a list of texts"
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_help_is_not_that_of_a_key_deprecated_upstream(recipe: str) -> None:
+    """It advises another key of TRL, which the recipe refuses."""
+    assert not [name for name, key in load_table(recipe).keys.items() if "deprecated" in key.help.lower()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from tests.training.students import make_distiller
 from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import LayersConfig
@@ -86,6 +88,28 @@ def test_target_positions_are_counted_by_document() -> None:
     places = TargetPositions(labels, position_ids)
     assert places.lengths == [1, 2, 1]
     assert places.take(torch.arange(12).view(2, 6)).tolist() == [0, 3, 4, 7]
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_targets_are_searched_once_and_their_gradients_added_without_sorting() -> None:
+    """Each search is a host sync on a GPU; the gradient of ``states[mask]`` sorts the positions."""
+    states, labels = torch.ones(2, 6, 3, requires_grad=True), torch.arange(12).view(2, 6)
+    with Operations() as operations:
+        places = TargetPositions(labels, torch.arange(6).repeat(2, 1))
+        (places.take(states) * places.take(states)).sum().backward()
+    assert operations.counts["nonzero"] == 1
+    assert not [name for name in operations.counts if name == "index" or "index_put" in name]
 
 
 @torch.no_grad()

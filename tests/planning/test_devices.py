@@ -208,3 +208,9 @@ def test_efficiency_is_published_mfu_less_recomputation() -> None:
 def test_measured_mfu_replaces_published_by_class(changes, expected) -> None:
     shares = {Kind(compiles=False, uses_adapter=False): 0.2, Kind(compiles=False, uses_adapter=True): 0.1}
     assert find_efficiency(build_config(**changes), Measured(shares, "a test"))[0] == pytest.approx(expected, abs=5e-4)
+
+
+def test_small_measured_mfu_is_not_rounded_to_zero() -> None:
+    """A run of a tiny model has such an MFU, by which times are divided."""
+    measured = Measured({Kind(compiles=False, uses_adapter=False): 0.000321}, "a test")
+    assert find_efficiency(build_config(), measured)[0] == pytest.approx(0.000321)

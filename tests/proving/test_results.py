@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from recipes_lib.proving.results import (
     PASSED,
     ROWS_FILE,
     SKIPPED,
+    SMALL,
     add_row,
     format_row,
     read_rows,
@@ -69,8 +70,8 @@ def test_missing_requirements_and_time_skip_with_reason(tmp_path: Path) -> None:
 def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
     bench = build_bench(tmp_path)
     add_row(tmp_path, run_check(Check("x", "", lambda _: {"gap": 0.5}), bench, 60))
-    (good,) = read_rows(tmp_path, bench.describe()).values()
-    assert not read_rows(tmp_path, "another GPU")
+    (good,) = read_rows(tmp_path, bench.describe().__eq__).values()
+    assert not read_rows(tmp_path, "another GPU".__eq__)
     with (tmp_path / ROWS_FILE).open("a") as stream:
         for wrong in ({"check": []}, {"seconds": "soon"}, {"figures": [1]}, {"reason": None}):
             stream.write(json.dumps({**asdict(good), **wrong}) + "\n")
@@ -79,3 +80,11 @@ def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     write_page(page, read_rows(tmp_path).values())
     assert "| x |  | passed |" in page.read_text()
+
+
+def test_page_names_small_sizes(tmp_path: Path) -> None:
+    """Throughput "of 8B" would otherwise pass for that of such a model."""
+    row = run_check(Check("throughput-8B", "", lambda _: {}), bench := build_bench(tmp_path), 60)
+    for is_small in (True, False):
+        write_page(tmp_path / "page.md", [replace(row, machine=replace(bench, is_small=is_small).describe())])
+        assert (SMALL in (tmp_path / "page.md").read_text()) == is_small

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes_lib.proving.scripts import main
 
@@ -22,4 +23,5 @@ def test_peer_writes_throughput_and_memory(tmp_path: Path, tiny_model_dir: Path,
     main([json.dumps(keys)])
     found = json.loads((tmp_path / "peer.json").read_text())
     assert found["tokens_per_second"] > 0
-    assert found.keys() == {"tokens_per_second", "memory_gb"}
+    # PyTorch counts no memory of a CPU, and 0 would look like a measurement.
+    assert ("memory_gb" in found) == torch.cuda.is_available()

@@ -65,27 +65,32 @@ def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
 
 
 def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
-    from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
+    from recipes_lib.proving.results import FAILED, PASSED, SMALL, add_row, format_row, read_rows, run_check, write_page
     from recipes_lib.training.guards.watchdog import WATCHDOG
 
     output, began = bench.folder, time.monotonic()
-    rows = read_rows(output, bench.describe())
-    bench.passed.update({name: row.figures for name, row in rows.items() if row.status == PASSED})
+    rows = read_rows(output, bench.describe().__eq__)
+    for name, row in rows.items():
+        # A check of several GPUs does not hold for more of them.
+        if row.status == PASSED and row.figures.get("gpus") not in range(bench.num_gpus):
+            bench.passed[name] = row.figures
     if bench.passed:
         sys.stdout.write(f"resumed: {pluralize(len(bench.passed), 'check')} passed before\n")
+    if bench.is_small:
+        sys.stdout.write(f"{SMALL}\n")
     # For checks in this process; those of others have limits of their own.
     with WATCHDOG.watching(output, is_main=False):
         for check in checks:
             WATCHDOG.enter(f"the check {check.name}")
-            if (row := rows.get(check.name)) is None or row.status != PASSED:
+            if check.name not in bench.passed:
                 row = run_check(check, bench, 60 * minutes - (time.monotonic() - began))
                 add_row(output, row)
-            rows[check.name] = row
-            if row.status == PASSED:
-                bench.passed[check.name] = row.figures
+                rows[check.name] = row
+                if row.status == PASSED:
+                    bench.passed[check.name] = row.figures
             # After each check: a rented machine may be lost before the last one.
             write_page(output / PAGE, rows.values())
-            sys.stdout.write(format_row(row) + "\n")
+            sys.stdout.write(format_row(rows[check.name]) + "\n")
             sys.stdout.flush()
     sys.stdout.write(f"page, rows and logs: {output}\n")
     return EXIT_USER if any(rows[check.name].status == FAILED for check in checks) else EXIT_DONE

@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import RELATIONS, compute_attention_sum, compute_feature_sum, compute_relation_sum
+from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard_like
@@ -30,7 +32,7 @@ class TargetPositions:
     """Positions of a batch whose hidden states predict a target.
 
     Attributes:
-        is_target: True at those positions, ``bool (B, L - 1)``; the last position predicts nothing.
+        indices: Those positions in the flattened batch, ``int64 (N,)``.
         lengths: Number of those positions in each document that has any, in order.
     """
 
@@ -41,16 +43,17 @@ class TargetPositions:
             labels: Unshifted labels, ``int64 (B, L)``; negative where there is no target.
             position_ids: Positions in documents, ``int64 (B, L)``; 0 where a document begins.
         """
-        self.is_target = labels[:, 1:] >= 0
-        # The cumulative count of zeros in position_ids numbers the documents of the whole batch: (B, L), then (N,).
-        documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][self.is_target]
+        # The last position of a row predicts nothing.
+        self.indices = index_targets(functional.pad(labels[:, 1:], (0, 1), value=-1))
+        # The cumulative count of zeros in position_ids numbers the documents of the whole batch: (B L), then (N,).
+        documents = position_ids.flatten().eq(0).cumsum(0).index_select(0, self.indices)
         _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         self.lengths: list[int] = counts.tolist()
 
     def take(self, states: Tensor) -> Tensor:
         """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
-        # (B, L - 1, ...) to (N, ...).
-        return states[:, :-1][self.is_target]
+        # Not by a mask, which is searched each time, while the host waits, and sorted in the backward pass.
+        return states.flatten(0, 1).index_select(0, self.indices)
 
     def take_attention(self, attentions: Tensor) -> Tensor:
         """Return the attention of these positions averaged over heads, ``(N, L)``, from ``(B, H, L, L)``."""

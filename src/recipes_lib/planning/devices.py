@@ -229,7 +229,8 @@ def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> t
     share, source = measured.estimate(kind) if measured else (kind.published, f"by {TORCHTITAN}")
     factor, reasons = find_overhead(config)
     text = f"{share:.0%} {'compiled' if kind.compiles else 'eager'} {source}"
-    return round(share * factor, 3), ", ".join([text, *reasons])
+    # Three digits, however small: the MFU of a tiny model must not become 0, by which times are divided.
+    return float(f"{share * factor:.3g}"), ", ".join([text, *reasons])
 
 
 def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import islice
@@ -17,6 +17,7 @@ from recipes_lib.proving.checks import Check
 
 ROWS_FILE: Final = "proof.jsonl"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+SMALL: Final = "Small sizes: a tiny model stands for those of 124M, 1B and 8B, whose speed and memory are not measured."
 _LONGEST_REASON: Final = 400
 _SHOWN: Final = 4
 """Number of figures per line on the terminal; the page has all."""
@@ -66,10 +67,15 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
     return Row(bench.describe(), check.name, check.what, status, seconds, figures, reason)
 
 
-def read_rows(folder: Path, machine: str | None = None) -> dict[str, Row]:
-    """Return the last row of each check by name, on one machine or on any; truncated and foreign lines are skipped."""
+def read_rows(folder: Path, is_chosen: Callable[[str], bool] = bool) -> dict[str, Row]:
+    """Return the last row of each check by name; truncated and foreign lines are skipped.
+
+    Args:
+        folder: Output folder of ``recipes prove``.
+        is_chosen: Whether rows with these conditions (``Row.machine``) count; by default all.
+    """
     lines = [line for line in read_lines(folder / ROWS_FILE) if line and _is_row(line)]
-    return {line["check"]: Row(**line) for line in lines if machine in (None, line["machine"])}
+    return {line["check"]: Row(**line) for line in lines if is_chosen(line["machine"])}
 
 
 def _is_row(line: Mapping[str, Any]) -> bool:
@@ -102,6 +108,7 @@ def write_page(path: Path, rows: Iterable[Row]) -> None:
         "",
         f"{datetime.now(UTC):%d %B %Y}: {', '.join(f'{count} {status}' for status, count in counts.items())}.",
         "",
+        *([SMALL, ""] if ", small sizes," in rows[0].machine else []),
         *(f"- {name}: {_format(value)}" for name, value in machine.items()),
         "",
         "| check | what | result | seconds | figures |",

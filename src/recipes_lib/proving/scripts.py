@@ -44,6 +44,8 @@ class Clock(TrainerCallback):
 def train_by_peer(given: dict[str, Any]) -> None:
     """Train with another trainer on rows of random tokens; write ``peer.json``: tokens per second, peak memory in GB.
 
+    PyTorch counts the memory of a GPU only.
+
     Args:
         given: Either ``model``, a configuration to pretrain with transformers' trainer, or ``path``, a model to
             fine-tune with TRL's, ``adapter``, ``four_bit`` and ``optim``; and ``rows``, ``length``, ``steps``,
@@ -74,8 +76,9 @@ def train_by_peer(given: dict[str, Any]) -> None:
     laps = [after - before for before, after in pairwise(clock.times)]
     # The first half is warm-up and compilation.
     seconds = statistics.median(laps[len(laps) // 2 :])
-    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    found = {"tokens_per_second": 2 * given["rows"] * given["length"] / seconds, "memory_gb": memory / 1e9}
+    found = {"tokens_per_second": 2 * given["rows"] * given["length"] / seconds}
+    if torch.cuda.is_available():
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     (Path(given["output"]) / "peer.json").write_text(json.dumps(found))
 
 

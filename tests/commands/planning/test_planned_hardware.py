@@ -107,6 +107,14 @@ def test_proof_is_used_for_the_measured_gpu_only(tmp_path: Path) -> None:
     for check, share in {"124M-eager": 0.3, "1B-compiled": 0.4, "124M-compiled": 0.35, "1B-default": 0.5}.items():
         machine, name = "NVIDIA A100-SXM4-80GB, full sizes, torch 2", f"throughput-{check}"
         add_row(tmp_path, Row(machine, name, "", PASSED, 1.0, {"mfu": share}))
+    # Small sizes, another GPU and damaged values replace no measurement.
+    for machine, share in {
+        "NVIDIA A100-SXM4-80GB, small sizes, torch 2": 0.0003,
+        "NVIDIA H200, full sizes, torch 2": 0.6,
+        "NVIDIA A100-SXM4-80GB, full sizes, torch 1": "high",
+    }.items():
+        check = "124M-eager" if machine.endswith("2") else "124M-compiled"
+        add_row(tmp_path, Row(machine, f"throughput-{check}", "", PASSED, 1.0, {"mfu": share}))
     shares = read_proof(tmp_path, choose_device("A100-80GB")).shares
     assert shares == {Kind(compiles=False, uses_adapter=False): 0.3, Kind(compiles=True, uses_adapter=False): 0.4}
     with pytest.raises(ConfigError, match="has no throughput of 'H100'"):

@@ -30,6 +30,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     MptConfig,
+    NemotronConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -312,6 +313,8 @@ def test_default_kernel_is_fastest_that_isolates() -> None:
     assert chosen == AttentionChoice("sdpa", "rows")
     sinks = choose_kernel(GptOssConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
     assert sinks == AttentionChoice("eager", "rows")
+    without_bounds = choose_kernel(NemotronConfig(), None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)
+    assert without_bounds == AttentionChoice("sdpa", "rows")
 
 
 @pytest.mark.parametrize(

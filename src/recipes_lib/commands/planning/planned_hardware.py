@@ -132,11 +132,16 @@ def read_proof(folder: Path, device: Device) -> Measured:
     Raises:
         ConfigError: The folder has no measured MFU of this GPU.
     """
+
+    def is_measured(machine: str) -> bool:
+        # Small sizes (`--small`) show that the command works; their MFU is far from that of a training run.
+        return ", full sizes," in machine and _is_named(device, machine.partition(",")[0])
+
     shares = dict[Kind, float]()
-    for row in read_rows(folder).values():
+    for row in read_rows(folder, is_measured).values():
         kind, share = _PROVED.get(row.check.rpartition("-")[2]), row.figures.get("mfu")
-        if kind and share and _is_named(device, row.machine.partition(",")[0]):
-            shares[kind] = max(float(share), shares.get(kind, 0.0))
+        if kind and isinstance(share, float) and 0 < share <= 1:
+            shares[kind] = max(share, shares.get(kind, 0.0))
     if not shares:
         found = f"{folder} has no throughput of {device.name!r}"
         raise ConfigError(Problem("--proof", found, "run `recipes prove` on that GPU"))

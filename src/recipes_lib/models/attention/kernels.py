@@ -73,6 +73,8 @@ ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 _MIXING_ROWS: Final = ("afmoe", "gpt_oss")
 """Model types whose masks have no ``position_ids``, up to transformers 5.24; ``verify_isolation`` finds others."""
+_DROPPING_BOUNDS: Final = ("nemotron",)
+"""Model types whose layers do not pass the bounds of documents on to the kernel (transformers 5.23)."""
 
 _SEPARATE: Final = "set packing: false (in pretraining, cross_document_attention: true)"
 _OTHERWISE: Final = f"{_SEPARATE}, or another attn_implementation"
@@ -258,7 +260,7 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        "varlen": is_replaceable_sdpa(config),
+        "varlen": is_replaceable_sdpa(config) and config.model_type not in _DROPPING_BOUNDS,
     }
     return answers.get(name, bool(model_class._supports_flash_attn) and name in flash)
 
