@@ -21,6 +21,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning import activations
@@ -137,6 +138,13 @@ def test_layer_activations_match_closed_forms(shape) -> None:
     )
     fused = count_layer(shape, is_fused=True).total
     assert fused == tokens * (12 * hidden + keys + 6 * inner + 4 * heads + 8)
+
+
+def test_fused_norm_without_weight_saves_its_input() -> None:
+    norm = Gemma4RMSNorm(8, with_scale=False)
+    fuse_layers(norm)
+    saved = norm(torch.zeros(2, 8, requires_grad=True)).grad_fn.saved_tensors
+    assert [tuple(tensor.shape) for tensor in saved] == [(2, 8), (2,)]
 
 
 def test_eager_attention_keeps_quadratic_probabilities() -> None:

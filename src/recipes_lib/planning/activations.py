@@ -331,7 +331,9 @@ def fuse_layers(model: nn.Module) -> None:
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
             # Its input, and one number per token.
-            return lambda hidden: _save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+            return lambda hidden: _save(
+                hidden, *module.parameters(), hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+            )
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
             # Both factors of SwiGLU or GeGLU, but not the activation.
             return lambda hidden: module.down_proj(_save(module.gate_proj(hidden), module.up_proj(hidden)))
