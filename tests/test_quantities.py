@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
+from recipes_lib.quantities import format_bytes, format_count, format_duration, format_figure, pluralize
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,11 @@ def test_format_count(number: float, expected: str) -> None:
 )
 def test_format_bytes(number: float, expected: str) -> None:
     assert format_bytes(number) == expected
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1234.56, "1,234.6"), (1, "1.0"), (0.0321, "0.032"), (0, "0")])
+def test_format_figure(number: float, expected: str) -> None:
+    assert format_figure(number) == expected
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ def format_bytes(number: float) -> str:
     return f"{digits} {count.removeprefix(digits).replace('B', 'G')}B"
 
 
+def format_figure(number: float) -> str:
+    """Return a number with one decimal, below 1 with two digits: ``1,234.5``, ``0.032``."""
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
+
+
 def pluralize(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 process``, ``2 processes``, ``1,200 steps``."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.planning.runs import build_config
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -20,6 +21,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning import activations
@@ -34,6 +36,8 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
+from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory_plan import Layout
 
 ARGUMENTS = {
     **dict.fromkeys(("softmax", "softmin", "log_softmax", "cumsum", "cumprod"), (0,)),
@@ -136,6 +140,13 @@ def test_layer_activations_match_closed_forms(shape) -> None:
     assert fused == tokens * (12 * hidden + keys + 6 * inner + 4 * heads + 8)
 
 
+def test_fused_norm_without_weight_saves_its_input() -> None:
+    norm = Gemma4RMSNorm(8, with_scale=False)
+    fuse_layers(norm)
+    saved = norm(torch.zeros(2, 8, requires_grad=True)).grad_fn.saved_tensors
+    assert [tuple(tensor.shape) for tensor in saved] == [(2, 8), (2,)]
+
+
 def test_eager_attention_keeps_quadratic_probabilities() -> None:
     """Probabilities in 32 and 16 bits, without the log-sum-exp of each row."""
     more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
@@ -210,6 +221,26 @@ def test_recurrence_without_its_package_on_gpu_machine_is_the_reference(monkeypa
     assert count_recurrent("mamba", 16, **SCANS["mamba"]) > 10 * kernel
     monkeypatch.setattr(activations, "find_spec", lambda package: package in ("mamba_ssm", "causal_conv1d"))
     assert count_recurrent("mamba", 16, **SCANS["mamba"]) == kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "num_features"),
+    [
+        # For each of 128 features the last 4 inputs of the convolution, and 16 states.
+        ("mamba", SCANS["mamba"], 2 * 128 * (4 + 16)),
+        # The last 4 queries, keys and values, and a matrix for each of 4 heads; keys and values of 96 tokens.
+        (
+            "qwen3_next",
+            {**FEW_HEADS, **GATED, "layer_types": ["linear_attention", "full_attention"], "head_dim": 32},
+            4 * (2 * 2 * 16 + 4 * 8) + 4 * 16 * 8 + 96 * 2 * 2 * 32,
+        ),
+    ],
+)
+def test_cache_has_states_of_recurrent_layers(name, sizes, num_features) -> None:
+    keys = {"max_length": 96, "response_length": 32, "reward_funcs": ["a.b:c"], "bf16": False}
+    config = build_config("grpo", per_device_eval_batch_size=3, **keys)
+    planned = plan_memory(config, AutoConfig.for_model(name, **sizes, pad_token_id=None), Layout("single_gpu"))
+    assert planned.components["KV cache of a batch"] == 3 * 4 * num_features
 
 
 def test_layer_within_a_layer_is_not_counted_twice() -> None:

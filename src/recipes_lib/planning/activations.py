@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -104,11 +104,13 @@ def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
 
 
 def count_cache(model: Any, length: int) -> int:
-    """Return the bytes of the KV cache of a row of ``length`` tokens."""
+    """Return the bytes of the KV cache of a row of ``length`` tokens, and of the states of recurrent layers."""
     with torch.no_grad():
         output = model.base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
-    # Named `past_key_values` in transformers 5.23, `cache` in later versions.
-    held = (value for layer in output[ALL_CACHE_NAMES[0]].layers for value in vars(layer).values())
+    # Named `past_key_values` in transformers 5.23, `cache` in later versions, and `cache_params` in Mamba.
+    cache = next(output[name] for name in ALL_CACHE_NAMES if name in output)
+    # Recurrent layers hold their states in dictionaries.
+    held = tree_leaves([vars(layer) for layer in cache.layers])
     return count_bytes(value for value in held if isinstance(value, Tensor))
 
 
@@ -329,7 +331,9 @@ def fuse_layers(model: nn.Module) -> None:
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
             # Its input, and one number per token.
-            return lambda hidden: _save(hidden, module.weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+            return lambda hidden: _save(
+                hidden, *module.parameters(), hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+            )
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
             # Both factors of SwiGLU or GeGLU, but not the activation.
             return lambda hidden: module.down_proj(_save(module.gate_proj(hidden), module.up_proj(hidden)))

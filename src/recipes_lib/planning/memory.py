@@ -469,7 +469,11 @@ def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
             with torch.device("meta"):
                 model = _build(AutoModelForCausalLM, model_config, dtype)
             with activations.on_fakes(model, is_half=is_half):
-                return activations.count_cache(model, length)
+                if not model._is_stateful or length <= _PROBED[-1]:
+                    return activations.count_cache(model, length)
+                # A state of one size, and keys and values of each token; as in `_count_tokens`, of few tokens.
+                short, longer = (activations.count_cache(model, few) for few in _PROBED)
+            return short + (longer - short) * (length - _PROBED[0]) // (_PROBED[1] - _PROBED[0])
 
     number: int = _once(("row", type(model_config), model_config.to_json_string(), dtype, is_half, length), count)
     return number

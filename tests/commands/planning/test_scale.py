@@ -119,6 +119,7 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
     write_rows(runs[4] / "metrics.jsonl", rates)
     (runs[5] / "config.json").write_text('{"model_type": "lla')
     (runs[6] / "config.json").write_text('{"model_type": "vit"}')
+    write_rows(runs[7] / "metrics.jsonl", events[:2])
     output = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
         "nowhere": "has neither run.json",
@@ -130,6 +131,7 @@ def test_all_unusable_runs_are_reported_together(runs, scale, tmp_path) -> None:
         runs[4].name: "learning rate ends at 0.0006 of 0.001",
         runs[5].name: "config.json",
         runs[6].name: "a vit model cannot be built",
+        runs[7].name: "its last held-out loss is that of step 2 of 4",
     }.items():
         assert re.search(f"{folder}: .*{words}", output)
     assert not (tmp_path / "law.json").exists()

@@ -104,6 +104,12 @@ def test_log_is_written_as_one_event(tmp_path: Path) -> None:
     assert "step 6/6  loss" in trainer.stream.getvalue()
 
 
+def test_last_step_is_logged_between_multiples(tmp_path: Path) -> None:
+    ToyTrainer(tmp_path, max_steps=5).train()
+    events = read_events(tmp_path, "train")
+    assert [(event["step"], event["num_tokens"]) for event in events] == [(2, 8), (4, 16), (5, 20)]
+
+
 def test_later_callbacks_receive_throughput(tmp_path: Path) -> None:
     seen = []
 

@@ -40,7 +40,7 @@ from recipes_lib.planning.schedule import (
     plan_pretraining,
 )
 from recipes_lib.planning.timing import estimate_on_policy, list_costs, list_readers
-from recipes_lib.quantities import pluralize
+from recipes_lib.quantities import format_figure, pluralize
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
@@ -232,7 +232,7 @@ def _describe_pretraining(
         num_processes = plan.rows_per_micro_step // run.config.read("per_device_train_batch_size")
         if terms and layout.num_processes == num_processes:
             hours, formula = hours * seconds / step, f"{formula} x {seconds / step:.3g}: {step:.2g} s a step{terms}"
-        yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
+        yield "time", f"{format_figure(hours)} hours, {format_figure(hours / 24)} days, on {gpus}: {formula}"
         if run.options.save_seconds:
             hours, rows = _add_failures(hours, hardware.num_gpus, run.options, plan)
             yield from rows
@@ -268,7 +268,7 @@ def _describe_step(run: PlannedRun, num_processes: int, layout: Layout, hardware
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
     if num_steps := compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps:
-        yield "", f"{hours * num_steps:.1f} hours for {pluralize(num_steps, 'step')}"
+        yield "", f"{format_figure(hours * num_steps)} hours for {pluralize(num_steps, 'step')}"
         yield from hardware.describe_bill(hours * num_steps)
     else:
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
@@ -295,7 +295,7 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     is_known = config.read("max_steps") > 0
     number = schedule.num_iterations if is_known else _ITERATIONS
     hours = one.seconds * number / 3600
-    yield "", f"{hours:.1f} hours for {pluralize(number, 'iteration')}"
+    yield "", f"{format_figure(hours)} hours for {pluralize(number, 'iteration')}"
     billed, of = plan_search.add_server(config, hardware), "" if is_known else f" for {pluralize(number, 'iteration')}"
     if billed.num_gpus > hardware.num_gpus:
         of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
@@ -404,7 +404,7 @@ def _add_failures(
     num_steps = min(max(round(failures.compute_interval() / step_seconds), 1), plan.num_steps)
     interval = num_steps * step_seconds
     goodput = failures.compute_goodput(interval)
-    total = f"{hours / goodput:,.1f} hours in all" if goodput else "it would never end"
+    total = f"{format_figure(hours / goodput)} hours in all" if goodput else "it would never end"
     return hours / goodput if goodput else math.inf, [
         ("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by --failure_hours"),
         ("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, is optimal"),

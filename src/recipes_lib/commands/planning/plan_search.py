@@ -31,7 +31,7 @@ from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
 from recipes_lib.planning.schedule import compute_steps, plan_pretraining
 from recipes_lib.planning.search import Candidate, search
 from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Iteration, estimate_iteration
-from recipes_lib.quantities import pluralize
+from recipes_lib.quantities import format_figure, pluralize
 from recipes_lib.report.overview import format_rows
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
@@ -144,7 +144,7 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     if not steps:
         yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
         return
-    yield "time", f"{hours:,.1f} hours for {pluralize(steps, 'step')}"
+    yield "time", f"{format_figure(hours)} hours for {pluralize(steps, 'step')}"
     yield from hardware.describe_bill(hours)
 
 

@@ -24,7 +24,7 @@ from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
 from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
 from recipes_lib.proving.results import read_rows
-from recipes_lib.quantities import pluralize
+from recipes_lib.quantities import format_figure, pluralize
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
@@ -93,8 +93,11 @@ class Hardware:
             yield "cost", f"{total * self.price:,.2f}{of}, at {self.price:g} for a GPU hour"
         if self.device.watts:
             energy = total * self.device.watts / 1000 * self.pue
-            text = f"at most {energy:,.1f} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
-            yield "energy", text + (f"; {energy * self.grid / 1000:,.1f} kg of CO2" if self.grid is not None else "")
+            text = f"at most {format_figure(energy)} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
+            yield (
+                "energy",
+                text + (f"; {format_figure(energy * self.grid / 1000)} kg of CO2" if self.grid is not None else ""),
+            )
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:

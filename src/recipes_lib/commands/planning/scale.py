@@ -69,7 +69,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     Raises:
         ConfigError: The configuration of the model cannot be read.
         DataError: The folder is not a finished pretraining run, its learning rate has not decayed, or it has no finite
-            loss.
+            loss at its end.
     """
     run = read_run(folder)
     if (stage := run.facts.get("stage", "pretrain")) != "pretrain":
@@ -83,6 +83,9 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), found, _DECAY))
     with reported_at(str(folder)), explained("runs", str(folder)):
         size = compute.compute_model_size(AutoConfig.from_pretrained(folder))
+    if run.evaluations and (step := run.evaluations[-1]["step"]) < (last := run.train[-1]["step"]):
+        found = f"its last held-out loss is that of step {step:,} of {last:,}"
+        raise DataError(Problem(str(folder), found, "train it again, without `load_best_model_at_end`"))
     # Not an earlier evaluation if the last one is NaN.
     loss = read_number(run.evaluations[-1], "eval_loss") if run.evaluations else None
     if loss is None:

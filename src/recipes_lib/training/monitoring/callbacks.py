@@ -98,6 +98,8 @@ class MetricsCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop the clock and sum the counts over all processes if a log, an evaluation or a checkpoint is due."""
         self.progress.advance(state.global_step)
+        # Upstream logs the multiples of `logging_steps` alone: the last steps of a run would be in no record.
+        control.should_log |= args.logging_strategy == IntervalStrategy.STEPS and state.global_step == state.max_steps
         if _is_interrupted(control):
             self.meter.stop()
             self.counter.synchronise(self.group)
@@ -331,8 +333,8 @@ def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
 def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
     """Return whether the next step will be logged; the last step of an epoch is not known in advance."""
     step = state.global_step + 1
-    is_due = args.logging_strategy == IntervalStrategy.STEPS and step % max(1, int(state.logging_steps)) == 0
-    return is_due or (step == 1 and args.logging_first_step)
+    is_due = step % max(1, int(state.logging_steps)) == 0 or step == state.max_steps
+    return (args.logging_strategy == IntervalStrategy.STEPS and is_due) or (step == 1 and args.logging_first_step)
 
 
 class _TolerantTracker:
