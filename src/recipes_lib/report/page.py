@@ -66,12 +66,14 @@ def build_report(run_dir: Path) -> Path:
     """
     run = mark_killed(read_run(run_dir))
     charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
-    reward_figures: list[KeyFigure] = []
+    reward_figures, verdict_rows = list[KeyFigure](), list[tuple[str, str]]()
     # Fields of an untrusted or older reward_report.json may be missing or have any type.
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):
         if verdict is not None:
             reward_figures = _choose_reward_figures(verdict)
             charts.append(draw_reliability(verdict, run_dir / "report"))
+            lengths = {f"{one['from']} to {one['to'] or 'more'} tokens": one for one in verdict["by_length_difference"]}
+            verdict_rows += _list_numbers({**verdict, "by_length_difference": lengths})
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
         *_compare_ends(run.train, METRICS["rl"]),
@@ -89,6 +91,7 @@ def build_report(run_dir: Path) -> Path:
         problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
         figures=figures,
         charts=charts,
+        verdict_rows=verdict_rows,
         samples=_pair_samples(run.samples, steps),
         samples_lead=_describe_samples(run.samples, steps),
         facts=[fact for fact in facts if not _is_record(*fact)],
@@ -147,6 +150,15 @@ def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
             "Ready for RL", "yes" if verdict["may_serve_ppo"] else "no", f"{len(verdict['failed_gates'])} gates failed"
         ),
     ]
+
+
+def _list_numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the numbers of a nested record by their dotted names."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _list_numbers(value, f"{prefix}{name}.")
+        elif (number := read_number(record, name)) is not None:
+            yield f"{prefix}{name}", f"{number:.4g}"
 
 
 def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
