@@ -201,9 +201,9 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
         reference = ends[-1].get("reference")
         paired.append(
             {
-                "prompt": _shorten(prompt),
-                "reference": None if reference is None else _shorten(str(reference)),
-                "answers": [_show_answer(answer, steps, ends[0]) for answer in ends],
+                "prompt": shorten(prompt),
+                "reference": None if reference is None else shorten(str(reference)),
+                "answers": [show_answer(answer, steps, ends[0]) for answer in ends],
             }
         )
     return paired
@@ -225,12 +225,19 @@ def _measure_gain(answers: Mapping[int, Record]) -> float | None:
 
 def _measure_likeness(answers: Mapping[int, Record]) -> float:
     """Return the similarity of the words of the first and the last answer, from 0 to 1."""
-    first, last = (_shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
+    first, last = (shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
     # `autojunk` would ignore frequent words of answers above 200 words.
     return difflib.SequenceMatcher(None, first, last, autojunk=False).ratio()
 
 
-def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
+def show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
+    """Return the variables of an answer on a page.
+
+    Args:
+        sample: Line of ``samples.jsonl``.
+        steps: Steps of the run's samples, ascending.
+        first: Sample of the same prompt whose reward is subtracted.
+    """
     stopped = bool(sample.get("stopped"))
     number, reward, before = sample.get("num_tokens", "?"), _read_reward(sample), _read_reward(first)
     gain = reward - before if reward is not None and before is not None and sample is not first else 0.0
@@ -240,7 +247,7 @@ def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[st
         "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
         "reward": "" if reward is None else f"reward {reward:.4g}" + (f" ({gain:+.3g})" if gain else ""),
         "direction": "up" if gain > 0 else "down" if gain < 0 else "",
-        "text": _shorten(str(sample["completion"])),
+        "text": shorten(str(sample["completion"])),
     }
 
 
@@ -301,10 +308,11 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _show_value(value: Any) -> str:
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _shorten(shown)
+    return shorten(shown)
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Return a text of at most ``MAX_TEXT`` characters, with the number of those that are left out."""
     rest = len(text) - MAX_TEXT
     return f"{text[:MAX_TEXT]} … and {rest:,} characters more" if rest > 0 else text
 
