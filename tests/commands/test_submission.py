@@ -142,6 +142,8 @@ def test_errors_are_reported_before_submission(cluster: Cluster, monkeypatch: py
     one_machine = ("--executor", "skypilot", "--gpu", "H100", "--volume", "s3://runs", "--num_nodes", "2")
     fails("a pipeline on skypilot runs on one machine", *one_machine)
     monkeypatch.chdir(cluster.folder)
+    fails("--image: is required outside of a clone", *one_machine[:-2], "--output_dir", "runs")
+    (cluster.folder / "constraints.txt").touch()
     fails("there is no sky here", *one_machine[:-2], "--output_dir", "runs")
     fails("--hours: is 0", "--hours", "0")
     fails("needs one, which is neither done nor queued", "--only", "three")

@@ -175,6 +175,9 @@ def _find_problems(options: argparse.Namespace, to: str, files: Sequence[str]) -
     if options.volume and CLUSTERS[to].bucket not in options.volume:
         found = f"{options.volume} is not a bucket, and nothing else is mounted writable"
         yield Problem("--volume", found, "write s3://NAME, or for HF Jobs hf://buckets/OWNER/NAME")
+    if to == "skypilot" and not options.image and not Path("constraints.txt").is_file():
+        remedy = "run this in a clone, whose folder is uploaded and installed, or name an image"
+        yield Problem("--image", "is required outside of a clone", remedy)
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 
