@@ -71,7 +71,7 @@ def test_page_has_every_figure_of_the_documentation(reward_model, tmp_path):
     assert len(names) > 12
     assert [name for name in names if f'<th scope="row">{name}' not in page] == []
     assert '<th scope="row">probes.eos_dropped.share_lower' in page
-    assert '<th scope="row">by_length_difference.' in page
+    assert '<th scope="row">by_length_difference.from ' in page
 
 
 def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):

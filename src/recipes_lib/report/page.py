@@ -72,7 +72,10 @@ def build_report(run_dir: Path) -> Path:
         if verdict is not None:
             reward_figures = _choose_reward_figures(verdict)
             charts.append(draw_reliability(verdict, run_dir / "report"))
-            lengths = {f"{one['from']} to {one['to'] or 'more'} tokens": one for one in verdict["by_length_difference"]}
+            lengths = {
+                f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
+                for one in verdict["by_length_difference"]
+            }
             verdict_rows += _list_numbers({**verdict, "by_length_difference": lengths})
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
