@@ -116,10 +116,16 @@ def draw(bars: Sequence[Bar], caption: Sequence[str]) -> str:
 
 
 def draw_benchmarks(text: str) -> str:
-    """Return the SVG of the benchmark bars, from the text of ``docs/results.md``."""
-    machine = " ".join(text.partition("Machine of this page: ")[2].partition(";")[0].split())
+    """Return the SVG of the benchmark bars, from the text of ``docs/results.md``.
+
+    Raises:
+        KeyError: The text names no machine, or lacks a ratio.
+    """
+    found = re.search(r"Machine of this page[^:]*: ([^;]+);", text)
+    if found is None:
+        raise KeyError(f"{RESULTS.name} names no machine")
     caption = [
-        f"Measured on a CPU: {machine}.",
+        f"Measured on a CPU: {' '.join(found[1].split())}.",
         "Median of interleaved rounds; whiskers: minimum and maximum (docs/results.md).",
     ]
     bars = [read_bar(text, label, place) for label, place in BARS.items()]

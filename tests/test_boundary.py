@@ -312,6 +312,19 @@ def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
     assert not run_python(code)
 
 
+def test_resumed_run_with_tied_weights_is_not_warned_of() -> None:
+    code = (
+        "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
+        "from transformers.trainer import Trainer, logger\n"
+        "model = Named(_keys_to_ignore_on_save=None)\n"
+        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
+        "for names in (['lm_head.weight'], ['model.norm.weight'], ['lm_head.weight', 'model.norm.weight']):\n"
+        "    loaded = Named(missing_keys=names, unexpected_keys=[])\n"
+        "    run_command(lambda: Trainer._issue_warnings_after_load(Named(model=model), loaded))"
+    )
+    assert run_python(code).count("missing keys") == 2
+
+
 def test_system_exit_propagates() -> None:
     with pytest.raises(SystemExit) as exit_:
         run_command(raising(SystemExit(0)))

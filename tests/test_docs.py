@@ -273,6 +273,12 @@ def test_design_page_lists_imports_of_every_package() -> None:
     assert sorted(folders - rooms) == []
 
 
+def test_each_tutorial_has_a_picture() -> None:
+    tutorials = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+    assert tutorials
+    assert [page.name for page in tutorials if "](../images/" not in page.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize("text", ["[here](missing.md)", "[here](missing.md#part)", "![curve](images/missing.png)"])
 def test_find_dead_links_finds_planted_link(text: str) -> None:
     assert len(find_dead_links(ROOT / "README.md", text)) == 1

@@ -20,6 +20,13 @@ def test_committed_images_match_committed_tables(name, draw):
     assert found == draw(pictures.RESULTS.read_text(encoding="utf-8")), "run make pictures"
 
 
+def test_caption_of_benchmarks_names_the_machine():
+    assert "Measured on a CPU: Intel " in (pictures.IMAGES / "benchmarks.svg").read_text(encoding="utf-8")
+    text = pictures.RESULTS.read_text(encoding="utf-8").replace("Machine of this page", "Machine")
+    with pytest.raises(KeyError, match="names no machine"):
+        pictures.draw_benchmarks(text)
+
+
 def test_point_is_at_its_medians():
     figures = {
         "a": "1 / 2 / 3 | 0.1 / 0.2 / 0.3",

@@ -116,6 +116,18 @@ def test_one_signal_exits_while_main_thread_blocks_with_nothing_to_save():
     assert process.returncode == 75
 
 
+def test_signal_of_a_second_run_in_the_process_is_its_first():
+    process = start(
+        "import threading\nfrom recipes_lib import stopping\n"
+        "stopping.SECONDS_OF_ONE_REQUEST, seen = 0, threading.Semaphore(0)\n"
+        "stopping._start_timer = lambda *_: seen.release()\n"
+        "for _ in range(2):\n  STOP.reset()\n  try:\n    with STOP.deferred():\n"
+        "      signal.raise_signal(signal.SIGTERM)\n      seen.acquire()\n  except SystemExit:\n    print('stopped')\n"
+    )
+    printed, errors = process.communicate(timeout=30)
+    assert (printed.split(), process.returncode) == (["stopped", "stopped"], 0), errors
+
+
 def test_closed_request_ignores_signals():
     process = start("STOP.close(); print('ready'); sys.stdin.readline(); print('done')")
     wait_for_line(process, "ready")

@@ -58,6 +58,7 @@ class StopRequest:
     def reset(self) -> None:
         """Forget an earlier run of this process, whose stop request and end do not concern the next one."""
         self.reason, self._is_closed, self._has_raised = None, False, False
+        self._first_signal: float | None = None  # Its time; those of an earlier run do not make the next one a second.
 
     def install(self) -> None:
         """Forget an earlier run, and install the signal handlers, but not in other threads or interactive sessions."""
@@ -158,16 +159,15 @@ class StopRequest:
 
     def _watch(self, descriptor: int) -> None:
         """Exit immediately on a second request, or if the main thread blocks because another rank has died."""
-        first: float | None = None
         while True:
             for number in os.read(descriptor, 64):
                 if number not in STOP_SIGNALS:
                     continue
                 now = time.monotonic()
-                if first is None:
-                    first = now
+                if (first := self._first_signal) is None:
+                    self._first_signal = now
                     self._leave_without_peer()
-                    _start_timer(_SECONDS_TO_LEAVE, self._leave_in_time)
+                    _start_timer(_SECONDS_TO_LEAVE, self._leave_in_time, now)
                 elif now - first >= SECONDS_OF_ONE_REQUEST and not self._is_closed:
                     _leave(128 + number, f"{signal.Signals(number).name} again: exits immediately")
 
@@ -175,11 +175,11 @@ class StopRequest:
         if (lost := processes.find_dead_process()) is not None:
             _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"exits because {lost}")
 
-    def _leave_in_time(self) -> None:
-        """Exit if the main thread has not reacted in time, unless requests are deferred."""
+    def _leave_in_time(self, signalled: float) -> None:
+        """Exit if the main thread has not reacted in time, unless requests are deferred, or the run has ended."""
         if self._is_closed and not self.is_deferred:
             time.sleep(_SECONDS_TO_LEAVE)  # In a thread of its own: a process that is already ending gets more time.
-        if not self.is_deferred:
+        if not self.is_deferred and self._first_signal == signalled:
             _leave(EXIT_PREEMPTED, f"{self.reason or 'stop request'}: exits immediately, with nothing to save")
 
     def _leave_to_parent(self) -> None:

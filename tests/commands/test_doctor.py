@@ -54,6 +54,19 @@ def test_each_capability_has_one_verdict_without_network(no_compiled_packages, m
     assert len(names) == len(findings), "one line per finding"
 
 
+@pytest.mark.parametrize(("variable", "is_coloured"), [("FORCE_COLOR", True), ("NO_COLOR", False)])
+def test_verdicts_have_colours_on_a_terminal(variable: str, is_coloured: bool, monkeypatch, capsys) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(doctor, "examine", lambda: [doctor.Finding(v, v, "[b]" * 40) for v in ("ok", "broken")])
+    doctor.main([])
+    codes = ["\x1b[32m", "\x1b[0m", "\x1b[31m", "\x1b[0m"] if is_coloured else ["", "", "", ""]
+    expected = "{}ok{}      ok                {rest}\n{}broken{}  broken            {rest}\n"
+    assert capsys.readouterr().out == expected.format(*codes, rest="[b]" * 40)
+
+
 def test_named_extras_exist_in_pyproject() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"""_extra\(['"](\w+)""", Path(doctor.__file__).read_text())

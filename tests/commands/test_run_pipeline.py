@@ -359,6 +359,17 @@ def test_teaching_assistants_pass_teacher_between_stages() -> None:
     assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]
 
 
+def test_missing_extra_of_a_late_stage_is_named_before_the_first(path: Path, recipes, monkeypatch) -> None:
+    path.write_text(path.read_text() + "  scores: {recipe: eval, set: {model_name_or_path: a/b, tasks: [core]}}\n")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
+    out = path.parent / "out"
+    printed = recipes("run", path, "--output_dir", out, code=2)
+    assert "lm_eval not installed\n    pip install 'recipes-lib[eval]'" in printed
+    assert not out.exists()
+    recipes("run", path, "--output_dir", out, "--until", "one")
+
+
 def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     started: list[tuple[Path, Path]] = []
     monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)

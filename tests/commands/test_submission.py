@@ -141,7 +141,10 @@ def test_errors_are_reported_before_submission(cluster: Cluster, monkeypatch: py
     fails("--image: is not supported for slurm", "--image", "me/recipes")
     one_machine = ("--executor", "skypilot", "--gpu", "H100", "--volume", "s3://runs", "--num_nodes", "2")
     fails("a pipeline on skypilot runs on one machine", *one_machine)
-    fails("there is no sky here", *one_machine[:-2])
+    monkeypatch.chdir(cluster.folder)
+    fails("--image: is required outside of a clone", *one_machine[:-2], "--output_dir", "runs")
+    (cluster.folder / "constraints.txt").touch()
+    fails("there is no sky here", *one_machine[:-2], "--output_dir", "runs")
     fails("--hours: is 0", "--hours", "0")
     fails("needs one, which is neither done nor queued", "--only", "three")
     monkeypatch.setenv("SQUEUE_FAILS", "1")
@@ -203,6 +206,8 @@ def cloud(cluster: Cluster, install, monkeypatch: pytest.MonkeyPatch) -> Cluster
     install(dict.fromkeys(("kubectl", "sky"), CLOUD))
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
+    # Mounted here: the stub runs the job on this machine.
+    monkeypatch.setattr("recipes_lib.commands.job.DATA", str(cluster.folder))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     # Names of clusters allow ASCII letters only: none of these remain.
     cluster.pipeline = Path("recipes/pipelines/流水线.yaml")
@@ -223,6 +228,20 @@ def test_cloud_job_runs_all_stages(cloud: Cluster, executor: str, submit: str) -
     assert f"3 stages submitted as one job: {cloud.output_dir}/jobs/{executor}.yaml" in output
     assert (cloud.output_dir / "three").is_dir()
     assert "name: pipeline\n" in (cloud.output_dir / f"jobs/{executor}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "output", "lost"),
+    [("/other/a", "${output_dir}/b", "/other/a"), ("../a", "${output_dir}/b", "/a"), ("runs/a", "runs/b", "runs/b")],
+)
+def test_output_beside_the_volume_is_refused(output_dir, output, lost, cloud: Cluster, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("recipes_lib.commands.job.DATA", "/data")
+    monkeypatch.chdir(tmp_path)
+    cloud.output_dir = Path(output_dir)
+    cloud.pipeline.write_text(f"stages: {{one: {{run: 'true', output: '{output}'}}}}")
+    printed = cloud.run("--executor", "kubernetes", *CLOUD_FLAGS, code=2)
+    assert f"{lost}: is not on the volume, and would be lost" in printed
+    assert cloud.read_calls() == []
 
 
 def test_configuration_outside_of_the_image_is_refused(cloud: Cluster, install) -> None:

@@ -66,3 +66,14 @@ def test_commands_have_one_parser_class() -> None:
 def test_flags_are_verified_together_when_they_are_parsed(command, problem, capsys) -> None:
     assert main(command.split()) == 2
     assert capsys.readouterr().err == f"{problem}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "", "out"], ["runs", ""], ["report", ""], ["merge", "--adapter", "a", "--output", ""]]
+)
+def test_empty_path_is_refused(words, capsys) -> None:
+    """As of an unset shell variable: it would be the current folder."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "is an empty text" in capsys.readouterr().err

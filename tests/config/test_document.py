@@ -48,6 +48,7 @@ def test_entries_have_line_numbers() -> None:
         ('a: 1\nb: "\\U99999999"\n', 2, "escape"),
         ('a: 1\nb: ["\\ud83d hi"]\nc: 1\n', 2, "an unpaired surrogate"),
         ('a: 1\nb: "\\ude00\\ud83d"\n', 2, "an unpaired surrogate"),
+        ('a: 1\nb: ["runs/a\\0b"]\n', 2, "a NUL character"),
         ("a: 1\n? [x]\n: 2\n", 2, "list or a mapping"),
         ("a: 1\nb: 2\na: 3\n", 3, "repeated"),
         ("a: 1\nb: " + "[" * 40 + "]" * 40, 2, "levels deep"),

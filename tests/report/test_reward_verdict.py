@@ -1,9 +1,11 @@
 """Score statistics stored with a reward model, and `reward.json`."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+from tests.forked import ROOT
 
 from recipes_lib.errors import DataError
 from recipes_lib.report import reward_report
@@ -55,6 +57,21 @@ def test_reward_report_round_trips_and_is_shown(reward_model, tmp_path):
     assert "Ready for RL" in page
     assert "Before it may serve PPO: accuracy" in page
     assert (tmp_path / "report" / "reliability.png").exists()
+
+
+@pytest.mark.usefixtures("figures")
+def test_page_has_every_figure_of_the_documentation(reward_model, tmp_path):
+    store_score_statistics(reward_model, make_pairs(12))
+    write_reward_report(reward_model, make_pairs(12), tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
+    page = build_report(tmp_path).read_text()
+    section = (ROOT / "docs" / "reward.md").read_text().partition("### The report")[2].partition("### The gates")[0]
+    rows = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+    assert len(names) > 12
+    assert [name for name in names if f'<th scope="row">{name}' not in page] == []
+    assert '<th scope="row">probes.eos_dropped.share_lower' in page
+    assert '<th scope="row">by_length_difference.from ' in page
 
 
 def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.report.test_overview import SFT, write_run
-from tests.report.test_page import HOSTILE, Page
+from tests.report.test_page import HOSTILE, SAMPLE, Page, write_rows
 
 from recipes_lib.report.overview import describe_result
 from recipes_lib.report.run_comparison import _build_row, compare_figures, compare_keys
@@ -79,6 +79,21 @@ def test_comparison_page_overlays_runs(recipes, folders: list[Path], tmp_path: P
     assert rules == [".legend "]
     assert f"eval_loss: {folders[0]} from 5 at step 0 to 2 at step 30; {folders[1]} from 5" in html
     assert (out.with_suffix("") / "loss.png").is_file()
+
+
+def test_last_answers_to_shared_prompts_stand_side_by_side(recipes, folders: list[Path], tmp_path: Path) -> None:
+    for folder, word in zip(folders, ("red", "blue"), strict=True):
+        answers = [(0, "colour?", "none"), (30, "colour?", word), (30, "same?", "yes"), (30, f"of {word}?", "alone")]
+        rows = [SAMPLE | {"step": step, "prompt": prompt, "completion": text} for step, prompt, text in answers]
+        write_rows(folder / "samples.jsonl", rows)
+    out = tmp_path / "c.html"
+    recipes("report", *folders, "--compare", "--output", out)
+    shown = Page(out.read_text()).text.partition("Prompts that all runs answered")[2]
+    # The answers that differ come first.
+    words = ["colour?", str(folders[0]), "red", str(folders[1]), "blue", "same?", "yes", "yes"]
+    assert re.search(".*".join(map(re.escape, words)), shown, re.DOTALL)
+    assert "none" not in shown
+    assert "alone" not in shown
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+from rich.console import Console
+from rich.text import Text
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.environment import find_version
@@ -28,6 +31,8 @@ TRIAL_SECONDS = 60
 """Time limit of an import."""
 
 Verdict = Literal["ok", "missing", "broken"]
+_COLOURS: Final[Mapping[Verdict, str]] = {"ok": "green", "missing": "yellow", "broken": "red"}
+"""Colours on a terminal, except where ``NO_COLOR`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return ``EXIT_USER`` if something that every recipe needs is missing or broken."""
     CommandParser("doctor").parse_args(arguments)
     findings = examine()
-    sys.stdout.write("\n".join(map(str, findings)) + "\n")
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        line = Text(str(finding))
+        line.stylize(_COLOURS[finding.verdict], 0, len(finding.verdict))
+        console.print(line)
     return EXIT_USER if any(finding.is_core and finding.verdict != "ok" for finding in findings) else EXIT_DONE
 
 

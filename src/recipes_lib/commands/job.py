@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from posixpath import normpath
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -174,6 +175,9 @@ def _find_problems(options: argparse.Namespace, to: str, files: Sequence[str]) -
     if options.volume and CLUSTERS[to].bucket not in options.volume:
         found = f"{options.volume} is not a bucket, and nothing else is mounted writable"
         yield Problem("--volume", found, "write s3://NAME, or for HF Jobs hf://buckets/OWNER/NAME")
+    if to == "skypilot" and not options.image and not Path("constraints.txt").is_file():
+        remedy = "run this in a clone, whose folder is uploaded and installed, or name an image"
+        yield Problem("--image", "is required outside of a clone", remedy)
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
 
@@ -213,10 +217,10 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     if problems := list(_find_problems(options, options.executor, files)):
         raise ConfigError(*problems)
     folder = pipeline.output_dir / JOBS
-    folder.mkdir(parents=True, exist_ok=True)
     if options.executor != "slurm":
         _submit_whole(options, pipeline, chosen)
         return
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / RECORD
     jobs: dict[str, str] = read_record(path, {"jobs": dict})["jobs"] if path.is_file() else {}
     done = find_done(pipeline)
@@ -237,17 +241,27 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
 
 
 def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Sequence[Stage]) -> None:
-    """Submit one job that runs the chosen stages in order on one machine; after a restart it skips finished stages."""
+    """Submit one job that runs the chosen stages in order on one machine; after a restart it skips finished stages.
+
+    Raises:
+        ConfigError: Several machines are asked for, an output is not on the volume, or the cluster refuses the job.
+    """
     if options.num_nodes > 1:
         remedy = "remove it, or write a job for each recipe with `recipes job`"
         raise ConfigError(Problem("--num_nodes", f"a pipeline on {options.executor} runs on one machine", remedy))
-    output_dir = pipeline.output_dir if pipeline.output_dir.is_absolute() else DATA / pipeline.output_dir
+    output_dir = Path(normpath(DATA / pipeline.output_dir))
+    outputs = [stage.output for stage in chosen if not stage.output.is_relative_to(pipeline.output_dir)]
+    if lost := [place for place in (output_dir, *outputs) if not place.is_relative_to(DATA)]:
+        found = "is not on the volume, and would be lost with the machine"
+        remedy = f"write ${{output_dir}}/..., and a relative output_dir or one below {DATA}"
+        raise ConfigError(*(Problem(str(place), found, remedy) for place in lost))
     command = ["recipes", "run", str(options.pipeline), "--output_dir", str(output_dir)]
     command += ["--from", chosen[0].name, "--until", chosen[-1].name]
     # A stem without ASCII letters and digits leaves an empty name.
     name = _derive_name(options.pipeline.stem[:42]) or "pipeline"
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
+    script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
     # SkyPilot takes secrets as flags; a Kubernetes manifest refers to a stored secret.
     passed = options.secrets if options.executor == "skypilot" else []

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
+_EXTRAS = {"corpus": ("datatrove", "ftfy", "trafilatura", "warcio"), "eval": ("lm_eval",)}
+"""Recipe -> packages of the extra of its name."""
 _OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume", "gpu")
 """Flags that describe the machines of an executor."""
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit code of the first stage that fails.
 
     Raises:
-        ConfigError: The pipeline file, one of its stages or a flag is invalid.
+        ConfigError: The pipeline file, one of its stages or a flag is invalid, or an extra is not installed.
     """
     parser = _build_parser()
     options = parser.parse_args(list(argv))
@@ -68,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
     if unused := [flag for flag in _OF_EXECUTORS if getattr(options, flag) != parser.get_default(flag)]:
         found = "has no effect on stages that run here"
         raise ConfigError(Problem(f"--{unused[0]}", found, "add --plan or --executor, or remove it"))
+    # Evaluations run last, after days.
+    for recipe in sorted(_EXTRAS.keys() & {stage.recipe for stage in chosen}):
+        verify_extra(str(options.pipeline), recipe, *_EXTRAS[recipe])
     code = run_pipeline(
         pipeline,
         chosen,
@@ -88,7 +93,7 @@ def demo(argv: Sequence[str]) -> int:
     """
     options = CommandParser("demo").parse_args(argv)
     # Its evaluations run last, after minutes.
-    verify_extra("recipes demo", "corpus,eval", "datatrove", "ftfy", "trafilatura", "warcio", "lm_eval")
+    verify_extra("recipes demo", ",".join(_EXTRAS), *chain.from_iterable(_EXTRAS.values()))
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
 
     return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)

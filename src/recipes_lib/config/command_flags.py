@@ -61,8 +61,14 @@ def _read_value(text: str, load: Callable[[str], Any], kind: type, described: st
     raise argparse.ArgumentTypeError(f"{text[:80]!r} is not {described}")
 
 
+def _read_path(text: str) -> Path:
+    if not text:  # `Path("")` is the current folder.
+        raise argparse.ArgumentTypeError("is an empty text, as of an unset shell variable")
+    return Path(text)
+
+
 _TYPES: Final[Mapping[str, Callable[[str], Any]]] = {
-    **{"int": int, "float": float, "path": Path, "words": shlex.split},
+    **{"int": int, "float": float, "path": _read_path, "words": shlex.split},
     "boolean": partial(_read_value, load=yaml.safe_load, kind=bool, described="true or false"),
     "mapping": partial(_read_value, load=json.loads, kind=dict, described="a JSON object"),
     "money": lambda text: _read_quantity(_CURRENCIES.sub("", text), _COUNTS),

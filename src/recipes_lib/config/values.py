@@ -225,6 +225,8 @@ class _Loader(yaml.SafeLoader):
             except UnicodeDecodeError as error:
                 found, remedy = "an escape is an unpaired surrogate", "write the character itself"
                 raise ConfigError(Problem(where, found, remedy)) from error
+            if "\0" in node.value:  # No path, word of a command or text for a model may have one.
+                self.refused.append(Problem(where, "an escape is a NUL character", "delete it"))
         return node
 
 

@@ -66,12 +66,17 @@ def build_report(run_dir: Path) -> Path:
     """
     run = mark_killed(read_run(run_dir))
     charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
-    reward_figures: list[KeyFigure] = []
+    reward_figures, verdict_rows = list[KeyFigure](), list[tuple[str, str]]()
     # Fields of an untrusted or older reward_report.json may be missing or have any type.
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):
         if verdict is not None:
             reward_figures = _choose_reward_figures(verdict)
             charts.append(draw_reliability(verdict, run_dir / "report"))
+            lengths = {
+                f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
+                for one in verdict["by_length_difference"]
+            }
+            verdict_rows += _list_numbers({**verdict, "by_length_difference": lengths})
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
         *_compare_ends(run.train, METRICS["rl"]),
@@ -89,6 +94,7 @@ def build_report(run_dir: Path) -> Path:
         problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
         figures=figures,
         charts=charts,
+        verdict_rows=verdict_rows,
         samples=_pair_samples(run.samples, steps),
         samples_lead=_describe_samples(run.samples, steps),
         facts=[fact for fact in facts if not _is_record(*fact)],
@@ -149,6 +155,15 @@ def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
     ]
 
 
+def _list_numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the numbers of a nested record by their dotted names."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _list_numbers(value, f"{prefix}{name}.")
+        elif (number := read_number(record, name)) is not None:
+            yield f"{prefix}{name}", f"{number:.4g}"
+
+
 def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
     for score in list_scores(run.facts):
         error = "" if score.stderr is None else f"± {1.96 * score.stderr:.3f}, "
@@ -189,9 +204,9 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
         reference = ends[-1].get("reference")
         paired.append(
             {
-                "prompt": _shorten(prompt),
-                "reference": None if reference is None else _shorten(str(reference)),
-                "answers": [_show_answer(answer, steps, ends[0]) for answer in ends],
+                "prompt": shorten(prompt),
+                "reference": None if reference is None else shorten(str(reference)),
+                "answers": [show_answer(answer, steps, ends[0]) for answer in ends],
             }
         )
     return paired
@@ -213,12 +228,19 @@ def _measure_gain(answers: Mapping[int, Record]) -> float | None:
 
 def _measure_likeness(answers: Mapping[int, Record]) -> float:
     """Return the similarity of the words of the first and the last answer, from 0 to 1."""
-    first, last = (_shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
+    first, last = (shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
     # `autojunk` would ignore frequent words of answers above 200 words.
     return difflib.SequenceMatcher(None, first, last, autojunk=False).ratio()
 
 
-def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
+def show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
+    """Return the variables of an answer on a page.
+
+    Args:
+        sample: Line of ``samples.jsonl``.
+        steps: Steps of the run's samples, ascending.
+        first: Sample of the same prompt whose reward is subtracted.
+    """
     stopped = bool(sample.get("stopped"))
     number, reward, before = sample.get("num_tokens", "?"), _read_reward(sample), _read_reward(first)
     gain = reward - before if reward is not None and before is not None and sample is not first else 0.0
@@ -228,7 +250,7 @@ def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[st
         "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
         "reward": "" if reward is None else f"reward {reward:.4g}" + (f" ({gain:+.3g})" if gain else ""),
         "direction": "up" if gain > 0 else "down" if gain < 0 else "",
-        "text": _shorten(str(sample["completion"])),
+        "text": shorten(str(sample["completion"])),
     }
 
 
@@ -289,10 +311,11 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _show_value(value: Any) -> str:
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _shorten(shown)
+    return shorten(shown)
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Return a text of at most ``MAX_TEXT`` characters, with the number of those that are left out."""
     rest = len(text) - MAX_TEXT
     return f"{text[:MAX_TEXT]} … and {rest:,} characters more" if rest > 0 else text
 

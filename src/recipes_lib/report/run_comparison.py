@@ -1,19 +1,20 @@
-"""``recipes report A B --compare``: overlaid curves of several runs, and differences of metrics and keys."""
+"""``recipes report A B --compare``: overlaid curves, answers, and differences of metrics and keys of several runs."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.charts import METRICS, Chart, Line, Plan, draw_chart
 from recipes_lib.report.html_pages import write_page
+from recipes_lib.report.page import MAX_PROMPTS, shorten, show_answer
 from recipes_lib.report.run_files import RunFiles, find_end, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
@@ -69,6 +70,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
             is_recorded=all(run.config for run in runs.values()),
+            samples=pair_answers(runs),
+            samples_lead="Prompts that all runs answered, with the last answers; those with different answers first.",
         )
 
 
@@ -92,6 +95,29 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
             # The page has the legend: names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
+
+
+def pair_answers(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
+    """Return prompts that all runs answered, each with the last answer of every run; at most ``MAX_PROMPTS``.
+
+    Args:
+        runs: Name -> run; rewards are compared with those of the first.
+    """
+    # Ordered by step: the last answer to a prompt remains.
+    last = [{str(sample.get("prompt", "")): sample for sample in run.samples} for run in runs.values()]
+    rows = [[answers[prompt] for answers in last] for prompt in last[0] if all(prompt in answers for answers in last)]
+    rows.sort(key=lambda row: len({str(answer["completion"]) for answer in row}) == 1)
+    return [
+        {
+            "prompt": shorten(str(row[0].get("prompt", ""))),
+            "reference": None if (wanted := row[0].get("reference")) is None else shorten(str(wanted)),
+            "answers": [
+                show_answer(answer, [answer["step"]], row[0]) | {"when": name}
+                for name, answer in zip(runs, row, strict=True)
+            ],
+        }
+        for row in rows[:MAX_PROMPTS]
+    ]
 
 
 def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:

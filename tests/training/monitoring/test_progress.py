@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from tests.training.clock import Clock
@@ -129,6 +130,22 @@ def test_live_progress_shows_step_metrics_and_evaluation(monkeypatch: pytest.Mon
     assert "loss 2.314" in text
     assert "step 11  loss" not in text, "metrics of a step are in the bar, and scroll nothing away"
     assert "step 11  held-out loss 2.5" in text
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_steps_metrics_and_remaining_time_are_whole_on_narrow_terminals(width: int, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    terminal = Terminal()
+    progress = LiveProgress(terminal)
+    progress.start(20000, 11000)
+    progress.show({**TRAIN, "step": 11000})
+    progress.stop()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert "11000/20000" in text
+    assert "eta --:--" in text
+    assert "\u2026" not in text
+    assert all(word in text for word in describe_event(TRAIN).split())
+    assert max(map(len, text.splitlines())) <= width
 
 
 def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from recipes_lib.quantities import format_count, format_duration
 
@@ -128,14 +129,16 @@ class LiveProgress(TrainingProgress):
     def __init__(self, stream: TextIO) -> None:
         """Draw on ``stream``, a terminal."""
         self._console = Console(file=stream)
+        # On 80 columns the metrics wrap; rich would cut off steps and remaining time.
+        whole = Column(no_wrap=True)
         self._display = Progress(
             # No markup: names of data and metrics may contain brackets.
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}", style="cyan", markup=False),
+            MofNCompleteColumn(table_column=whole),
+            TextColumn("{task.fields[figures]}", style="cyan", markup=False, table_column=Column()),
             TextColumn("eta"),
-            TimeRemainingColumn(compact=True),
+            TimeRemainingColumn(compact=True, table_column=whole),
             console=self._console,
         )
         self._training: TaskID | None = None
