@@ -94,7 +94,8 @@ def test_interrupted_command_resumes_with_remaining_prompts(run, tmp_path, monke
 
 def test_changed_sampling_parameters_are_rejected(run, tmp_path) -> None:
     run()
-    for key, value in {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}.items():
+    changes = {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}
+    for key, value in {**changes, "bf16": True, "teacher_dtype": "float16"}.items():
         with pytest.raises(ConfigError, match="other sampling parameters"):
             run(**{key: value})
     with pytest.raises(ConfigError, match="a mixture is not supported"):

@@ -389,7 +389,7 @@ def main_answers(argv: Sequence[str]) -> None:
     from recipes_lib.evaluation.answering import LocalModel
     from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
     from recipes_lib.models.loading import choose_teacher, load_causal_lm
-    from recipes_lib.training.trainers.arguments import build_autocast
+    from recipes_lib.training.trainers.arguments import build_autocast, resolve_precision
 
     if config.data.dataset_mixture:
         where = config.locate("dataset_mixture")
@@ -414,7 +414,8 @@ def main_answers(argv: Sequence[str]) -> None:
         "reasoning": options.reasoning,
     }
     input_ids = [prompt.input_ids for prompt in prompts.train]
-    settings = {"stop_ids": stop_ids, "prompts": input_ids}
+    precision = {"dtype": config.model.dtype, **resolve_precision(config)}
+    settings = {"stop_ids": stop_ids, "prompts": input_ids, "precision": precision}
     what = "answers of another teacher, to other prompts, or with other sampling parameters"
     file = RowFile(options.output, settings, AnswerCounts(), what=what, facts=facts)
     file.write(answer(model, prompts.train, file.counts, reasoning=options.reasoning))
