@@ -287,6 +287,18 @@ def test_expected_warnings_of_libraries_are_suppressed() -> None:
     assert run_python(code).splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
 
 
+@pytest.mark.parametrize(("missing", "is_warned"), [(["lm_head.weight"], False), (["lm_head.weight", "b"], True)])
+def test_resumed_run_is_not_warned_of_tied_embeddings(missing: list[str], is_warned: bool) -> None:
+    code = (
+        "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
+        "from transformers.trainer import Trainer, logger\n"
+        f"trainer, found = Named(model=Named(_keys_to_ignore_on_save=None)), Named(missing_keys={missing})\n"
+        "found.unexpected_keys, logger.handle = [], lambda one: logger.filter(one) and print(one.msg)\n"
+        "run_command(lambda: Trainer._issue_warnings_after_load(trainer, found))"
+    )
+    assert bool(run_python(code)) == is_warned
+
+
 def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
     code = (
         "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
