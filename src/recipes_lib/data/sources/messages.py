@@ -326,8 +326,11 @@ def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
             nor a text, so that its question may be about the media even without one. Or the answer is the letter or
             index of a choice, and ``fields`` have no choice, as in RACE and MMLU-Pro.
     """
-    choices = next((raw[name] for name in _CHOICES if isinstance(raw.get(name), (list, tuple))), ())
-    answer, texts = str(raw.get("answer")).strip(" ()."), [str(choice) for choice in choices]
+    choices: Any = next(filter(None, map(raw.get, _CHOICES)), ())
+    if isinstance(choices, Mapping):  # `{text: [...], label: [...]}` in ARC, `{A: ..., B: ...}` in MedQA.
+        choices = choices.get("text") or list(choices.values())
+    texts = [str(choice) for choice in choices] if isinstance(choices, (list, tuple)) else []
+    answer = str(raw.get("answer", raw.get("solution"))).strip(" ().")
     if fields and texts and len(answer) == 1 and not any(text == answer or text in str(fields) for text in texts):
         remedy = "write them into the question, or hide the column by `dataset_columns`, if it has another meaning"
         raise RowError(f"the answer is {answer!r}, one of the choices, which the question does not have", remedy)
