@@ -323,6 +323,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "Who barks?", "choices": {"text": ["a cat", "a dog"], "label": ["A", "B"]}, "answer": "B"},
         "write them into the question",
     ),
+    "C-Eval": (
+        {"question": "Who barks?", "A": "a cat", "B": "a dog", "answer": "B"},
+        "write them into the question",
+    ),
+    "choices in a text": (
+        {"question": "Who barks?", "options": "a) a cat b) a dog", "answer": "b"},
+        "write them into the question",
+    ),
+    "Chinese R1": ({"input": "2 + 2?", "content": "4", "prompt": "?", "score": 9}, "name them with"),
     "MedQA with its index as answer": (
         {"question": "Who barks?", "options": {"A": "a cat", "B": "a dog"}, "answer": "B"},
         "write them into the question",

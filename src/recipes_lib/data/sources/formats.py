@@ -88,8 +88,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
         renamed = _find_renamed(plain, _list_spellings(plain, declared))
-        if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
-            renamed.pop("content", None)
+        if {"role", "question", "answer"} & {_SPELLINGS.get(name, name) for name in plain} or len(renamed) > 1:
+            renamed.pop("content", None)  # That of a message, or beside a question or answer.
         matches = _match(renamed.get(name, name) for name in plain)
         if not matches and isinstance(raw.get("data"), (list, tuple)):
             renamed, matches = {"data": "conversations"}, ["sharegpt"]
@@ -458,7 +458,7 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
         number = math.nan if isinstance(margin, bool) else float(margin)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _MAX_MARGIN:
+    if not abs(number) <= np.finfo(np.float32).max:
         raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
     return {"margin": number}
 
@@ -510,7 +510,6 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
-_MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHATS: Final = ("messages", "conversations", "prompt", "completion", "question", "chosen", "rejected")
@@ -554,6 +553,7 @@ _SPELLINGS: Final = {
 _EXTRA_SPELLINGS: Final = {
     **dict.fromkeys(("system_prompt", "system_message", "systeminstruction"), "system"),
     **dict.fromkeys(("available_tools", "functions"), "tools"),
+    **dict.fromkeys(("passage", "article", "paragraph"), "context"),
 }
 """The same in every layout."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
