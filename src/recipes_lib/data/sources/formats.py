@@ -458,7 +458,7 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
         number = math.nan if isinstance(margin, bool) else float(margin)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= np.finfo(np.float32).max:
+    if not abs(number) <= float(np.finfo(np.float32).max):
         raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
     return {"margin": number}
 
