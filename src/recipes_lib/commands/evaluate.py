@@ -150,7 +150,7 @@ def _writes_metrics(run: Path) -> bool:
     It was killed, or is on another machine and a file system with locks local to a machine, as Lustre or NFS can be.
     """
     metrics = run / "metrics.jsonl"
-    # Nor does one with a time far in the future, as of a wrong clock, count as just written.
+    # A time far in the future, as of a wrong clock, is not recent either.
     return metrics.exists() and abs(time.time() - metrics.stat().st_mtime) < _QUIET_SECONDS
 
 

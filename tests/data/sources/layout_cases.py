@@ -375,6 +375,16 @@ OTHER: dict[str, Case] = {
         {"question": LATEX, "choices": ["\\frac{8}{2} ", "it's 5"], "answer": "A"},
         {"messages": [{**USER, "content": LATEX}, {**ANSWER, "content": "A"}]},
     ),
+    "a pair about a context": (
+        "preference",
+        {"instruction": "Add.", "context": "2 + 2", **TEXTS},
+        {"messages": [ADD, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "a pair about a passage": (
+        "preference",
+        {"question": "Add.", "passage": "2 + 2", **TEXTS},
+        {"messages": [ADD, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
     "choices as answers": (
         "question_answer",
         {"question": ASKED, "choices": ["3", "4"], "answer": "4"},

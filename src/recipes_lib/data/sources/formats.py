@@ -383,9 +383,9 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
     # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
-    columns = ("prompt",), ("conversations",), ("messages",), ("question",), ("instruction", "input"), ("input",)
-    for column, *contexts in columns:
+    for column in _ASKED:
         if raw.get(column) is not None:
+            contexts = {"prompt": (), "instruction": ("input", "context")}.get(column, ("context",))
             turns = _read_question(raw, column, *contexts)
             if turns[-1]["role"] == "assistant":
                 found = f"`{column}` ends with an answer of its own beside `chosen` and `rejected`"
@@ -514,6 +514,8 @@ _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHATS: Final = ("messages", "conversations", "prompt", "completion", "question", "chosen", "rejected")
 """Columns that can be chats, also as texts of JSON; in another column, such a text is a document or an answer."""
+_ASKED: Final = ("prompt", "conversations", "messages", "question", "instruction", "input")
+"""Columns that can be what both answers of a pair continue; the first one that a row has is."""
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 
@@ -532,11 +534,7 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "alpaca": _build_layout("instruction", "output", "input"),
     "dolly": _build_layout("instruction", "response", "input", "context"),
     "question_answer": _build_layout("question", "answer", "context"),
-    "preference": _Layout(
-        ("chosen", "rejected"),
-        ("prompt", "conversations", "messages", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
-        _read_preference,
-    ),
+    "preference": _Layout(("chosen", "rejected"), (*_ASKED, "context", "margin", *_QUESTION_EXTRAS), _read_preference),
 }
 _SPELLINGS: Final = {
     **dict.fromkeys(("conversation", "contents"), "conversations"),
