@@ -242,14 +242,17 @@ def test_watch_follows_run_until_it_ends(recipes, recorded, tmp_path: Path, monk
     assert recorded.commands == ["eval", "eval"]
 
 
-def test_watch_follows_run_whose_lock_another_machine_holds(recipes, recorded, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("last", [0, 2**33], ids=["hours ago", "in the future"])
+def test_watch_follows_run_whose_lock_another_machine_holds(
+    recipes, recorded, tmp_path: Path, monkeypatch, last: int
+) -> None:
     write_status(tmp_path, "running")
     write_checkpoint(tmp_path, 2)
     (metrics := tmp_path / "metrics.jsonl").write_text("{}")
 
     def sleep(_: float) -> None:
         write_checkpoint(tmp_path, 4)
-        os.utime(metrics, (0, 0))
+        os.utime(metrics, (last, last))
 
     monkeypatch.setattr("time.sleep", sleep)
     recipes("eval", "watch", tmp_path, "--tasks", "core")

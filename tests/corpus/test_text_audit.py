@@ -38,7 +38,7 @@ def test_audit_counts_planted_faults():
     assert counts == {
         "repeat an earlier one": 4,
         "nearly repeat an earlier one": 6,
-        "share 1 lines that 10 or more have": 20,
+        "share 1 line that 10 or more have": 20,
         "have personal data or secrets: email 1, ssn 1": 1,
         "have garbled characters": 1,
     }

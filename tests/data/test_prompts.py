@@ -131,9 +131,10 @@ def test_prompt_about_an_image_is_refused(load, column):
         load([write("Find x.", images=["a.png"])])
 
 
-def test_choices_belong_to_the_prompt(load):
+@pytest.mark.parametrize("column", ["answer", "solution", "answerKey"])
+def test_choices_belong_to_the_prompt(load, column: str):
     """Also of a chat beside other columns, whose fields are not known at first."""
-    row = {"options": ["a cat", "a dog"], "answer": "B"}
+    row = {"options": ["a cat", "a dog"], column: "B"}
     with pytest.raises(DataError, match="one of the choices, which the question does not have"):
         load([{"messages": [{"role": "user", "content": "Who barks?"}], **row}])
     load([{"messages": [{"role": "user", "content": "Who barks: (A) a cat or (B) a dog?"}], **row}])

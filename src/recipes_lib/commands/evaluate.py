@@ -150,7 +150,8 @@ def _writes_metrics(run: Path) -> bool:
     It was killed, or is on another machine and a file system with locks local to a machine, as Lustre or NFS can be.
     """
     metrics = run / "metrics.jsonl"
-    return metrics.exists() and time.time() - metrics.stat().st_mtime < _QUIET_SECONDS
+    # A time far in the future, as of a wrong clock, is not recent either.
+    return metrics.exists() and abs(time.time() - metrics.stat().st_mtime) < _QUIET_SECONDS
 
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import Language
 from recipes_lib.errors import ConfigError
 from recipes_lib.files import count_bytes
-from recipes_lib.quantities import format_bytes
+from recipes_lib.quantities import format_bytes, pluralize
 
 MAX_DOCUMENTS: Final = 2000
 """Documents of a sample."""
@@ -149,7 +149,7 @@ def _find_repeated(sample: list[str]) -> Iterator[str]:
         if count := int((status == kind).sum()):
             yield f"{_share(count, sample)} {name}"
     if num_sharing:
-        yield f"{_share(num_sharing, sample)} share {len(lines):,} lines that {_SHARED_BY} or more have"
+        yield f"{_share(num_sharing, sample)} share {pluralize(len(lines), 'line')} that {_SHARED_BY} or more have"
 
 
 def _find_personal(sample: list[str]) -> Iterator[str]:

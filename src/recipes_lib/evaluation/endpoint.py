@@ -272,7 +272,10 @@ def _wait_for(threads: Sequence[threading.Thread]) -> None:
             STOP.raise_if_pending()
 
 
-_REMEDY: Final = "check the address, and that it serves this model; `request` sets additional fields of a request"
+_REMEDY: Final = (
+    "check the address, and that it serves this model; or change the fields of requests: `request_fields` or "
+    "`judge_fields` of a synthesis, --request or --judge_request of a comparison, `request` of a judge as reward"
+)
 
 
 class _Connection:

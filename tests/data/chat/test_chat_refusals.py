@@ -23,9 +23,11 @@ from recipes_lib.errors import ConfigError, DataError
 
 
 def test_token_across_prompt_and_completion_is_error() -> None:
-    message = refusal(RowEncoder(build_byte_level("")), plain("The capital of France is ", "Paris"))
-    assert "' '" in message
-    assert "move the white space at the end of the prompt to the start of the completion" in message
+    pairs = ("The capital of France is ", "Paris"), ("The capital of ", "France is Paris")
+    messages = {refusal(RowEncoder(build_byte_level("")), plain(*pair)) for pair in pairs}
+    (message,) = messages  # One for all rows, whose problems are then one line.
+    assert "one token holds the end of the prompt and the start of the answer" in message
+    assert "let the answer begin with the space or line break between them" in message
 
 
 CHATML = source("chatml")

@@ -113,7 +113,7 @@ def test_answer_ending_with_terminator_gets_no_second_one() -> None:
         (pair_of(answer("4<|im_end|>"), answer("5")), "message 3 is trained on and spells the end token '<|im_end|>'"),
         (pair_of(answer("4"), answer("5<|im_end|>")), "message 3 is trained on and spells the end token '<|im_end|>'"),
         (text_pair("2 + 2 =", " 4", " 5</s></s>"), "the answer is trained on and spells the end token '</s>'"),
-        (text_pair("What is the ", "capital", "capital of France"), "move the white space"),
+        (text_pair("What is the ", "capital", "capital of France"), "let the answer begin with the space"),
         (text_pair("", "4", "5"), "no token that could predict"),
         (chat(*TURNS, answer("d"), num_prompt_messages=1, rejected=[answer("e")]), "`chosen` has 3 messages"),
         (chat(*TURNS[:2], num_prompt_messages=1, rejected=[answer("e"), user("f")]), "`rejected` has 2 messages"),

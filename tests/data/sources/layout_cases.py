@@ -18,6 +18,7 @@ Case = tuple[DatasetFormat, Fields, Fields]
 ASKED = "What is 2 + 2?"
 USER = {"role": "user", "content": ASKED}
 ANSWER = {"role": "assistant", "content": "4"}
+LATEX = "2 + 2? A) \\frac{8}{2} B) it's 5"
 WRONG = {"role": "assistant", "content": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 JSON_CHAT = json.dumps([USER, ANSWER])
@@ -170,7 +171,10 @@ AS_ADDITION: Rows = {
         "Dolly": {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
         "GPTeacher": {"instruction": "Add.", "input": "2 + 2", "response": "4"},
     },
-    "question_answer": {"a question about a context": {"question": "Add.", "context": "2 + 2", "answer": "4"}},
+    "question_answer": {
+        "a question about a context": {"question": "Add.", "context": "2 + 2", "answer": "4"},
+        "a question about a passage": {"question": "Add.", "Passage": "2 + 2", "answer": "4", "label": 3},
+    },
 }
 AS_PAIR: Rows = {
     "preference": {
@@ -368,8 +372,18 @@ OTHER: dict[str, Case] = {
     ),
     "choices in the question": (
         "question_answer",
-        {"question": "2 + 2? A) four B) five", "choices": ["four", "five"], "answer": "A"},
-        {"messages": [{**USER, "content": "2 + 2? A) four B) five"}, {**ANSWER, "content": "A"}]},
+        {"question": LATEX, "choices": ["\\frac{8}{2} ", "it's 5"], "answer": "A"},
+        {"messages": [{**USER, "content": LATEX}, {**ANSWER, "content": "A"}]},
+    ),
+    "a pair about a context": (
+        "preference",
+        {"instruction": "Add.", "context": "2 + 2", **TEXTS},
+        {"messages": [ADD, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+    ),
+    "a pair about a passage": (
+        "preference",
+        {"question": "Add.", "passage": "2 + 2", **TEXTS},
+        {"messages": [ADD, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
     ),
     "choices as answers": (
         "question_answer",

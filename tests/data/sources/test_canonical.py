@@ -76,6 +76,31 @@ def test_images_of_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
     assert row.text == "a"
 
 
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [("4", "answer"), ("4", "Response"), ("def f():\n    return 4", "code"), ("Four apples.", "completion_a")],
+)
+def test_text_beside_its_answer_is_refused(answer: str, code: str, tmp_path: Path) -> None:
+    """As in MBPP (`text`, `code`) and MultiPref (`text`, `completion_a`): the question alone would be trained on."""
+    name = str(write_rows(tmp_path / "d.jsonl", [{"text": "What is 2 + 2?", code: answer, "id": 1}]))
+    with pytest.raises(DataError, match=rf"question of `{code}`.*\n.*question: text, answer: {code}.*format: text"):
+        list(read_rows(load_source(name)))
+    with pytest.raises(DataError, match="may be the question"):
+        detect_source_format(load_source(name))
+    (row,) = read_rows(load_source(name, columns={"question": "text", "answer": code}))
+    assert [message["content"] for message in row.messages or ()] == ["What is 2 + 2?", answer]
+    assert [row.text for row in read_rows(load_source(name), "text")] == ["What is 2 + 2?"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"answer": "b c"}, {"code": "de"}, {"target": 1}, {"output": ""}, {"prompt": "Write it."}, {"answers": ["d"]}],
+)
+def test_text_beside_other_columns_is_a_text(other: dict[str, object], tmp_path: Path) -> None:
+    name = str(write_rows(tmp_path / "d.jsonl", [{"text": "a b c", **other}]))
+    assert [row.text for row in read_rows(load_source(name))] == ["a b c"]
+
+
 def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')

@@ -319,6 +319,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"article": "A dog and a cat.", "question": "Who barks?", "options": ["a cat", "a dog"], "answer": "B"},
         "write them into the question",
     ),
+    "ARC with its key as answer": (
+        {"question": "Who barks?", "choices": {"text": ["a cat", "a dog"], "label": ["A", "B"]}, "answer": "B"},
+        "write them into the question",
+    ),
+    "C-Eval": (
+        {"question": "Who barks?", "A": "a cat", "B": "a dog", "answer": "B"},
+        "write them into the question",
+    ),
+    "choices in a text": (
+        {"question": "Who barks?", "options": "a) a cat b) a dog", "answer": "b"},
+        "write them into the question",
+    ),
+    "Chinese R1": ({"input": "2 + 2?", "content": "4", "prompt": "?", "score": 9}, "name them with"),
+    "MedQA with its index as answer": (
+        {"question": "Who barks?", "options": {"A": "a cat", "B": "a dog"}, "answer": "B"},
+        "write them into the question",
+    ),
     "HotpotQA": ({"question": "2 + 2?", "context": {"title": ["x"]}, "answer": "4"}, "{context: null}"),
     "s1K": ({"question": "2 + 2?", "solution": "4", "attempt": "Add: 4"}, BY_FORMAT),
     "OpenCodeReasoning 2": ({"question": "-", "r1_generation": "Add: 4", "solution": "4"}, BY_FORMAT),

@@ -387,10 +387,12 @@ class RowEncoder:
 
 
 def _refuse(row: Row, error: MergedTokenError) -> DataError:
+    found = f"{error}, and only one of them is trained on"
     remedy = "strip the answer, or let the template end its prompt and turns in a special token or a line break"
-    if row.messages is None:
-        remedy = "move the white space at the end of the prompt to the start of the completion"
-    return DataError(Problem(row.where, f"{error}, and only one of them is trained on", remedy))
+    if row.messages is None:  # Without the characters, so that the problems of all rows are merged.
+        found = "one token holds the end of the prompt and the start of the answer, and only one of them is trained on"
+        remedy = "let the answer begin with the space or line break between them, instead of ending the prompt with it"
+    return DataError(Problem(row.where, found, remedy))
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ _MAX_WITHOUT_LAYOUT: Final = 20
 """Leading rows that are searched for one with a known layout."""
 _MAX_WITHOUT_COLUMN: Final = 1000
 """Leading rows of which one must have a column of the dataset that ``columns`` names."""
+_ANSWERS: Final = re.compile(r"((answer|response|completion|output|solution|target)s?|code)(_\w)?", re.I)
+"""Columns beside ``text`` that may answer it, as ``code`` in MBPP and ``completion_a`` in MultiPref."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
         with collect_problems(problems):
             if isinstance(entry, RawRow):
-                return detect_format(entry, declared_format)
+                return _detect_format(entry, declared_format)
             raise DataError(entry)
     raise DataError((problems or [_no_rows(source.name)])[0])
 
@@ -236,7 +239,7 @@ def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFo
             continue
         try:
             if row_format is None:
-                row_format = detect_format(entry, declared_format)
+                row_format = _detect_format(entry, declared_format)
                 yield from without_layout
             yield canonicalize(entry, row_format)
         except DataError as error:
@@ -252,6 +255,26 @@ def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFo
         raise DataError(_no_rows(name))
     if row_format is None and without_layout:
         raise DataError(without_layout[0])
+
+
+def _detect_format(entry: RawRow, declared: DatasetFormat) -> RowFormat:
+    """As ``detect_format``, but refuse a text beside an answer: as its question, it would be trained on alone.
+
+    Raises:
+        DataError: The text may be a question; or as ``detect_format``.
+    """
+    row_format = detect_format(entry, declared)
+    if row_format.name == "text" and declared == "auto":
+        raw = entry.columns
+        for column in filter(_ANSWERS.fullmatch, row_format.ignored):
+            text, answer = row_format.columns[0], raw[column] if isinstance(raw[column], str) else ""
+            # A `code` of one word may be a language.
+            if len(answer.split()) > (column == "code") and answer.strip() not in str(raw[text]):
+                found = f"`{text}` may be the question of `{column}`, and would be trained on alone"
+                named = f"`dataset_columns: {{question: {text}, answer: {column}}}`"
+                remedy = f"write {named}; convert judged answers to pairs; or set `dataset_format: text`"
+                raise DataError(Problem(entry.where, found, remedy))
+    return row_format
 
 
 def _no_rows(name: str) -> Problem:

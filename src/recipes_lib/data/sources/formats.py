@@ -88,8 +88,8 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     matches, renamed = _match(plain), {}
     if not matches or declared not in ("auto", *matches):
         renamed = _find_renamed(plain, _list_spellings(plain, declared))
-        if "role" in plain or len(renamed) > 1:  # The content of a message, or beside a question or answer.
-            renamed.pop("content", None)
+        if {"role", "question", "answer"} & {_SPELLINGS.get(name, name) for name in plain} or len(renamed) > 1:
+            renamed.pop("content", None)  # That of a message, or beside a question or answer.
         matches = _match(renamed.get(name, name) for name in plain)
         if not matches and isinstance(raw.get("data"), (list, tuple)):
             renamed, matches = {"data": "conversations"}, ["sharegpt"]
@@ -383,9 +383,9 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
     # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
-    columns = ("prompt",), ("conversations",), ("messages",), ("question",), ("instruction", "input"), ("input",)
-    for column, *contexts in columns:
+    for column in _ASKED:
         if raw.get(column) is not None:
+            contexts = {"prompt": (), "instruction": ("input", "context")}.get(column, ("context",))
             turns = _read_question(raw, column, *contexts)
             if turns[-1]["role"] == "assistant":
                 found = f"`{column}` ends with an answer of its own beside `chosen` and `rejected`"
@@ -458,7 +458,7 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
         number = math.nan if isinstance(margin, bool) else float(margin)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= _MAX_MARGIN:
+    if not abs(number) <= float(np.finfo(np.float32).max):
         raise RowError("`margin` is not a finite number of 32 bits", "write by how much `chosen` is better")
     return {"margin": number}
 
@@ -510,11 +510,12 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
-_MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHATS: Final = ("messages", "conversations", "prompt", "completion", "question", "chosen", "rejected")
 """Columns that can be chats, also as texts of JSON; in another column, such a text is a document or an answer."""
+_ASKED: Final = ("prompt", "conversations", "messages", "question", "instruction", "input")
+"""Columns that can be what both answers of a pair continue; the first one that a row has is."""
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 
@@ -533,11 +534,7 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     "alpaca": _build_layout("instruction", "output", "input"),
     "dolly": _build_layout("instruction", "response", "input", "context"),
     "question_answer": _build_layout("question", "answer", "context"),
-    "preference": _Layout(
-        ("chosen", "rejected"),
-        ("prompt", "conversations", "messages", "question", "instruction", "input", "margin", *_QUESTION_EXTRAS),
-        _read_preference,
-    ),
+    "preference": _Layout(("chosen", "rejected"), (*_ASKED, "context", "margin", *_QUESTION_EXTRAS), _read_preference),
 }
 _SPELLINGS: Final = {
     **dict.fromkeys(("conversation", "contents"), "conversations"),
@@ -554,6 +551,7 @@ _SPELLINGS: Final = {
 _EXTRA_SPELLINGS: Final = {
     **dict.fromkeys(("system_prompt", "system_message", "systeminstruction"), "system"),
     **dict.fromkeys(("available_tools", "functions"), "tools"),
+    **dict.fromkeys(("passage", "article", "paragraph"), "context"),
 }
 """The same in every layout."""
 _WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")

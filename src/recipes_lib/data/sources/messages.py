@@ -77,7 +77,6 @@ REASONING: Final = re.compile(r"(model_)?(thinking|thoughts?|reasoning)(_trace)?
 """Columns that may have the reasoning of the answer beside them."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
-
 _NO_TOKEN_IDS: Final = "name columns of texts, such as `dataset_columns: {inputs: inputs_pretokenized, targets: ...}`"
 """Remedy for token ids, as in P3 and FLAN."""
 
@@ -324,11 +323,16 @@ def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     Raises:
         RowError: The row has a column of media, and one of ``fields`` has a placeholder; or the row is neither a chat
             nor a text, so that its question may be about the media even without one. Or the answer is the letter or
-            index of a choice, and ``fields`` have no choice, as in RACE and MMLU-Pro.
+            index of a choice, and ``fields`` lack a choice, as in RACE and MMLU-Pro.
     """
-    choices = next((raw[name] for name in _CHOICES if isinstance(raw.get(name), (list, tuple))), ())
-    answer, texts = str(raw.get("answer")).strip(" ()."), [str(choice) for choice in choices]
-    if fields and texts and len(answer) == 1 and not any(text == answer or text in str(fields) for text in texts):
+    answer = str(raw.get("answer", raw.get("solution", raw.get("answerKey")))).strip(" ().")
+    choices: Any = next(filter(None, map(raw.get, (*_CHOICES, answer))), ())  # A column for each letter in C-Eval.
+    if isinstance(choices, Mapping):  # `{text: [...], label: [...]}` in ARC, `{A: ..., B: ...}` in MedQA.
+        choices = choices.get("text") or list(choices.values())
+    texts = [str(choice) for choice in choices] if isinstance(choices, (list, tuple)) else [str(choices)]
+    # All of them: a context may have some of their words. Without the escapes of `str`, as of LaTeX.
+    shown = str(fields).replace("\\\\", "\\") if choices and len(answer) == 1 and answer not in texts else ""
+    if fields and shown and not all(text.strip() in shown for text in texts):
         remedy = "write them into the question, or hide the column by `dataset_columns`, if it has another meaning"
         raise RowError(f"the answer is {answer!r}, one of the choices, which the question does not have", remedy)
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
