@@ -200,6 +200,7 @@ def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
         ("num_processes: 0", "num_processes: 0 is not a number"),
         ("num_processes: true", "num_processes: True is not a number"),
         ("num_machines: '2'", "num_machines: '2' is not a number of machines"),
+        ("gpu_ids: 0", "gpu_ids: 0 is not a string"),
         ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
         ("dynamo_config: inductor", "dynamo_config: it is not a mapping"),
         ("num_procesess: 2", "has no such key\n    did you mean `num_processes`?"),

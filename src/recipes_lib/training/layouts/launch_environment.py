@@ -499,7 +499,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: As ``read_yaml``; it is not a mapping, ``distributed_type`` is missing or not supported, the number
-            of processes or machines is invalid, a section is not a mapping, or accelerate does not know a key.
+            of processes or machines or ``gpu_ids`` is invalid, a section is not a mapping, or a key is unknown.
     """
     document = read_yaml(path)
     if not isinstance(document, dict) or "distributed_type" not in document:
@@ -520,6 +520,8 @@ def read_launch_file(path: Path) -> dict[str, Any]:
         if type(count) is not int or count < 1:
             found = f"{count!r} is not a number of {name.removeprefix('num_')}"
             raise ConfigError(Problem(f"{path}: {name}", found, "write a whole number from 1 on"))
+    if not isinstance(ids := document.get("gpu_ids"), str | None):  # accelerate splits it, or sets a variable to it.
+        raise ConfigError(Problem(f"{path}: gpu_ids", f"{ids!r} is not a string", f"quote it: gpu_ids: '{ids}'"))
     _verify_keys(document, path)
     return document
 
