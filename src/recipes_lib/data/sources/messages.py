@@ -331,8 +331,8 @@ def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         choices = choices.get("text") or list(choices.values())
     texts = [str(choice) for choice in choices] if isinstance(choices, (list, tuple)) else [str(choices)]
     # All of them: a context may have some of their words. Both as JSON, whose escapes are the same in any text.
-    shown = _escape(fields) if choices and len(answer) == 1 and answer not in texts else ""
-    if fields and shown and not all(_escape(text.strip())[1:-1] in shown for text in texts):
+    shown = json.dumps(fields, default=str) if choices and len(answer) == 1 and answer not in texts else ""
+    if fields and shown and not all(json.dumps(text.strip())[1:-1] in shown for text in texts):
         remedy = "write them into the question, or hide the column by `dataset_columns`, if it has another meaning"
         raise RowError(f"the answer is {answer!r}, one of the choices, which the question does not have", remedy)
     column = next((column for column in raw if column in MEDIA and raw[column]), None)
@@ -342,10 +342,6 @@ def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     if is_marked or not raw.keys() & {*_CHATS, "text"}:
         found = f"the text {'refers to' if is_marked else 'may be about'} `{column}`, and only text is trained on"
         raise RowError(found, f"remove such rows; or write `dataset_columns: {{{column}: null}}` to train on the text")
-
-
-def _escape(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _clean_message(written: object, place: str) -> Message:
