@@ -437,7 +437,10 @@ def test_hardware_determines_layout_rows_and_time(plan, plan_other) -> None:
     assert "/ (8 GPUs x" in output
     assert output.count("accelerate_configs/") == 1
     assert "fsdp2_cp.yaml: shared by 8 processes; context parallel over 4\n" in output
-    staged = plan("--num_processes", 4, "--pipeline_stages", 2, "--hardware", "fsdp2", warmup_steps=10)
+    flags = ("--num_processes", 4, "--hardware", "fsdp2", "--gpu", "H100")
+    assert "39% compiled by" in plan(*flags, warmup_steps=10)
+    staged = plan(*flags, "--pipeline_stages", 2, warmup_steps=10)
+    assert "34% eager by" in staged, "pipeline stages are not compiled"
     assert "fsdp2.yaml: shared by 2 processes; pipeline parallel over 2\n" in staged
     assert "batch           2,048 tokens" in staged
 
