@@ -18,7 +18,7 @@ Case = tuple[DatasetFormat, Fields, Fields]
 ASKED = "What is 2 + 2?"
 USER = {"role": "user", "content": ASKED}
 ANSWER = {"role": "assistant", "content": "4"}
-LATEX = "2 + 2? A) \\frac{8}{2} B) it's\n\"5\""
+LATEX = '2 + 2? A) \\frac{8}{2} B) it\'s\n"5"'
 WRONG = {"role": "assistant", "content": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 JSON_CHAT = json.dumps([USER, ANSWER])
@@ -372,7 +372,7 @@ OTHER: dict[str, Case] = {
     ),
     "choices in the question": (
         "question_answer",
-        {"question": LATEX, "choices": ["\\frac{8}{2} ", "it's\n\"5\""], "answer": "A"},
+        {"question": LATEX, "choices": ["\\frac{8}{2} ", 'it\'s\n"5"'], "answer": "A"},
         {"messages": [{**USER, "content": LATEX}, {**ANSWER, "content": "A"}]},
     ),
     "a pair about a context": (
