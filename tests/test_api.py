@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from tests.forked import run_python
-from transformers import IntervalStrategy
+from transformers import IntervalStrategy, TrainerCallback
 from transformers.utils.logging import set_tqdm_hook
 
 import recipes_lib
@@ -239,6 +239,56 @@ def score(**_: Any) -> list[float]:
 )
 def test_python_value_is_formatted_as_flag(value: Any, text: str) -> None:
     assert _format_value(value) == text
+
+
+class Doubling(TrainerCallback):
+    """Logs a multiple of the loss."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        """Set the factor."""
+        self.factor = factor
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add it to the figures of the step."""
+        if "loss" in kwargs["logs"]:
+            kwargs["logs"]["multiple"] = self.factor * kwargs["logs"]["loss"]
+
+
+def test_callbacks_take_part_in_training(keys: dict[str, Any], tmp_path: Path) -> None:
+    run = train("sft", keys, callbacks=[Doubling, f"{__name__}:Doubling(factor=2)"], output_dir=str(tmp_path / "own"))
+    steps = [event for event in run.metrics if event["kind"] == "train"]
+    assert [event["multiple"] for event in steps] == [2 * event["loss"] for event in steps]
+    assert run.facts["config"]["callbacks"][0] == f"{__name__}:Doubling"
+
+
+class Failing(TrainerCallback):
+    """Fails after the first step."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Divide by zero."""
+        _ = 1 / 0
+
+
+def test_error_of_a_callback_is_explained(keys: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Failing.on_step_end failed: ZeroDivisionError: .*test_api.py:\d+"
+    ) as caught:
+        train("sft", keys, callbacks=[Failing])
+    assert caught.value.problems[0].where == "callbacks"
+
+
+@pytest.mark.parametrize(
+    ("callback", "found"),
+    [
+        (Doubling(), "a callback is not an import path: '<"),
+        (f"{__name__}:SFTTrainer", "'SFTTrainer' in 'tests.test_api' is no transformers.TrainerCallback"),
+        (f"{__name__}:Doubling(factor=2, other=1)", "unexpected keyword argument 'other'"),
+    ],
+)
+def test_check_finds_wrong_callbacks(keys: dict[str, Any], callback: Any, found: str) -> None:
+    (problem,) = check("sft", keys, callbacks=[callback])
+    assert problem.where.endswith("callbacks")
+    assert found in problem.found
 
 
 def test_config_of_other_type_is_rejected() -> None:

@@ -23,7 +23,7 @@ from recipes_lib.files import Fields, explain_write_errors, read_record
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
-_IMPORTED: Final = ("metrics", "reward_funcs", "trust_remote_code")
+_IMPORTED: Final = ("callbacks", "metrics", "reward_funcs", "trust_remote_code")
 """Keys whose values import code, directly or from the repository of a model."""
 
 

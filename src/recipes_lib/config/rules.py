@@ -384,7 +384,7 @@ def _has_held_out_data(settings: Settings) -> bool:
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """What follows the held-out loss has one; metrics are import paths; folders of tasks exist."""
+    """What follows the held-out loss has one; metrics and callbacks are import paths; folders of tasks exist."""
     has_data = _has_held_out_data(settings)
     for key in ("save_strategy", "lr_scheduler_type"):
         follows = settings[key] in ("best", "reduce_lr_on_plateau", "greedy")
@@ -392,10 +392,11 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
             found = f"`{key}: {settings[key]}` follows the held-out loss, and there is none"
             remedy = "write `eval_strategy: steps`, and `dataset_test_split: ...` or `test_split_size: ...`"
             yield settings.problem(key, found, remedy)
-    for metric in settings["metrics"] or []:
-        if not _FUNCTION.fullmatch(metric.partition("(")[0]):
-            found = f"a metric is not an import path: {metric[:60]!r}"
-            yield settings.problem("metrics", found, "write package.module:Class")
+    for key in ("metrics", "callbacks"):
+        for path in settings[key] or []:
+            if not _FUNCTION.fullmatch(path.partition("(")[0]):
+                found = f"a {key.removesuffix('s')} is not an import path: {path[:60]!r}"
+                yield settings.problem(key, found, "write package.module:Class, or package.module:Class(name=value)")
     yield from check_folders("eval_tasks_include_path", settings)
 
 

@@ -197,7 +197,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Evaluation: samples, metrics and cost; upstream's ``eval_strategy`` and ``eval_steps`` set when it runs."""
+    """Samples, metrics, callbacks and cost; upstream's ``eval_strategy`` and ``eval_steps`` set when to evaluate."""
 
     num_sample_prompts: int = 4
     """Number of held-out prompts answered at each evaluation; 0 disables samples."""
@@ -207,6 +207,8 @@ class EvaluationConfig:
     """Maximum new tokens of a sample; decoding is greedy."""
     metrics: list[str] | None = None
     """Metrics of the samples: import paths of ``evaluate.Metric`` classes, ``package.module:Class``."""
+    callbacks: list[str] | None = None
+    """Callbacks of the trainer: import paths of ``TrainerCallback`` classes, ``package.module:Class(name=value)``."""
     eval_tasks: list[str] | None = None
     """Benchmarks during training: suites or tasks of ``recipes eval``, on the model in memory."""
     eval_tasks_steps: int | None = None

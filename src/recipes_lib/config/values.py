@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -512,3 +514,22 @@ def split_import_path(path: str) -> tuple[str, str, dict[str, Any] | None]:
         case ast.Call(func=ast.Name(), args=[], keywords=given) if all(keyword.arg for keyword in given):
             return module, name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in given}
     raise ValueError("write name=value between the parentheses")
+
+
+def import_object(module_name: str, name: str) -> Any:
+    """Import an object of a module, also of a file ``rewards.py`` or a module in the working directory.
+
+    Importing runs the user's code, which may raise any exception.
+
+    Raises:
+        AttributeError: The module has no such object.
+    """
+    # Python searches the script's folder, not the working directory; appended last, it shadows no installed package.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    module = importlib.import_module(module_name.removesuffix(".py"))
+    if not hasattr(module, name):
+        # With the file, because a module of the same name may be installed.
+        file = getattr(module, "__file__", "built-in")
+        raise AttributeError(f"module {module.__name__!r} ({file}) has no attribute {name!r}")
+    return getattr(module, name)

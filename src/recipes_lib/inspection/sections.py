@@ -271,14 +271,15 @@ class Inspection(ABC):
         report(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
     def check_tasks(self, report: Report) -> None:
-        """Verify ``metrics`` and ``sample_prompts``, and report the number of questions of each of ``eval_tasks``."""
+        """Verify metrics, callbacks and ``sample_prompts``, and report the number of questions of ``eval_tasks``."""
         from recipes_lib.models.heads.scoring import read_positions
         from recipes_lib.training.evaluation.samples import build_prompts
         from recipes_lib.training.evaluation.task_scores import load_training_tasks
-        from recipes_lib.training.evaluation.user_metrics import load_metrics
+        from recipes_lib.training.evaluation.user_metrics import load_callbacks, load_metrics
 
         keys, positions = self.config.evaluation, read_positions(self.model_config)
         load_metrics(keys.metrics or [])
+        load_callbacks(keys.callbacks or [])
         build_prompts(keys, (), self.tokenizer, positions, report)
         if keys.eval_tasks:
             for name, task in load_training_tasks(keys, positions)[1]["tasks"].items():

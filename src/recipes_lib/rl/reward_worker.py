@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
 import inspect
 import os
@@ -24,10 +23,9 @@ from contextlib import suppress
 from decimal import Decimal
 from functools import partial, wraps
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.values import split_import_path
+from recipes_lib.config.values import import_object, split_import_path
 from recipes_lib.errors import UserError, escape_controls
 from recipes_lib.processes import count_cores
 from recipes_lib.stopping import STOP
@@ -56,19 +54,10 @@ def find_function(path: str) -> Callable[..., Any]:
         TypeError: The imported object is not callable.
         ValueError: As ``split_import_path``, as SyntaxError.
     """
-    # Python searches the script's folder, not the working directory; appended last, it shadows no installed package.
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
     module_name, name, arguments = split_import_path(path)
     if module_name == _OF_TRL and name in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
         raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
-    # `rewards.py:score` is the function of a file in the working directory.
-    module = importlib.import_module(module_name.removesuffix(".py"))
-    if not hasattr(module, name):
-        # With the file, because a module of the same name may be installed.
-        file = getattr(module, "__file__", "built-in")
-        raise AttributeError(f"module {module.__name__!r} ({file}) has no attribute {name!r}")
-    found: Callable[..., Any] = getattr(module, name)
+    found: Callable[..., Any] = import_object(module_name, name)
     if arguments is not None:
         found = found(**arguments)
     if not callable(found):

@@ -96,8 +96,8 @@ def test_metric_of_taken_name_is_rejected(user_module: str, names: list[str], ta
         ("user_scores:Plain(", "SyntaxError", "correct it"),
         ("not_a_module:Thing", "No module named 'not_a_module'", "PYTHONPATH"),
         ("broken_scores:Thing", "a_package_that_is_not_there", "install"),
-        ("user_scores:Absent", "missing", "subclass of evaluate.Metric"),
-        ("user_scores:Plain", "not an evaluate.Metric", "subclass of evaluate.Metric"),
+        ("user_scores:Absent", "has no attribute 'Absent'", "correct it"),
+        ("user_scores:Plain", "no evaluate.Metric", "subclass of evaluate.Metric"),
         ("user_scores:Demanding", "cannot be built", "constructor must accept"),
     ],
 )

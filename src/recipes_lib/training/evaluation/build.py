@@ -26,7 +26,7 @@ from recipes_lib.planning.devices import peak_flops
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.task_scores import build_task_scores
-from recipes_lib.training.evaluation.user_metrics import load_metrics
+from recipes_lib.training.evaluation.user_metrics import load_callbacks, load_metrics
 from recipes_lib.training.guards.expected_curve import build_expected_curve
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
@@ -81,9 +81,10 @@ def build_observer(
         context: Context parallel group of this process; ``None`` without context parallelism.
 
     Raises:
-        ConfigError: A metric cannot be loaded, metrics are set but no prompt has a reference, or a prompt is too long.
+        ConfigError: A metric or callback cannot be loaded, metrics are set but no prompt has a reference, or a
+            prompt is too long.
     """
-    part = getattr(model, "part", None)
+    keys, part = config.evaluation, getattr(model, "part", None)
     is_main, row_group = args.process_index == 0, find_data_group(model)
     # Tensor parallel ranks count the same tokens, so counts are summed over data-parallel ranks only. In a pipeline,
     # one rank of the last stage counts, and the others add 0.
@@ -117,15 +118,14 @@ def build_observer(
     # Reward models do not generate, and of a pipeline-parallel model no process holds all layers.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
-    prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []
-    metrics = load_metrics(config.evaluation.metrics or [])
+    prompts = build_prompts(keys, examples, tokenizer, positions, progress.say) if can_answer else []
+    metrics = load_metrics(keys.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data whose prompts leave room for sample_max_new_tokens, and leave sample_prompts unset"
         raise ConfigError(Problem("metrics", "no sample prompt has a reference to score an answer against", remedy))
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
-        hooks.append(GenerateSamples(prompts, tokenizer, samples, config.evaluation.sample_max_new_tokens, metrics))
-    keys = config.evaluation
+        hooks.append(GenerateSamples(prompts, tokenizer, samples, keys.sample_max_new_tokens, metrics))
     task_scores = build_task_scores(keys, tokenizer, positions, args.per_device_eval_batch_size)
     hooks += task_scores
     counter = StepCounter()
@@ -137,7 +137,8 @@ def build_observer(
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
         *build_expected_curve(config, writer, progress),
     ]
-    return Observer(counter, hooks, callbacks, progress, config.guards)
+    own = load_callbacks(keys.callbacks or [])
+    return Observer(counter, hooks, callbacks, progress, config.guards, own)
 
 
 def _shard_sequence(

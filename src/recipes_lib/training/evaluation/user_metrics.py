@@ -1,25 +1,28 @@
-"""User-defined metrics of samples: ``evaluate.Metric`` classes by import path."""
+"""User-defined objects by import path, and metrics of samples: ``evaluate.Metric`` classes."""
 
 from __future__ import annotations
 
-import importlib
 import re
+import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import wraps
 from numbers import Real
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import datasets
 import evaluate
 from evaluate import Metric
+from transformers import TrainerCallback
 
 from recipes_lib.config.rules import METRICS
-from recipes_lib.config.values import split_import_path
+from recipes_lib.config.values import import_object, split_import_path
 from recipes_lib.data.final_numbers import read_final_number
 from recipes_lib.errors import ConfigError, Problem, UserError
 
 _KEY = "metrics"
+_T = TypeVar("_T")
 
 RESERVED: Final = frozenset([*METRICS["text"], *METRICS["samples"]])
 """Metrics of every evaluation, which a user's metric would replace."""
@@ -28,38 +31,72 @@ _WORD = re.compile(r"\w+")
 
 
 def load_metrics(paths: Sequence[str]) -> list[Metric]:
-    """Build every metric of a recipe's ``metrics`` key.
-
-    Raises:
-        ConfigError: Metrics that cannot be imported or built, each with the reason.
-    """
-    loaded = [_load(path) for path in paths]
-    if problems := [problem for problem in loaded if isinstance(problem, Problem)]:
-        raise ConfigError(*problems)
-    return [metric for metric in loaded if isinstance(metric, Metric)]
+    """Build every metric of a recipe's ``metrics`` key, as ``load_objects``."""
+    # In memory, because processes on one machine would lock the same cache file.
+    return load_objects(_KEY, paths, Metric, keep_in_memory=True)
 
 
-def _load(path: str) -> Metric | Problem:
-    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or return why it cannot be built.
+def load_callbacks(paths: Sequence[str]) -> list[TrainerCallback]:
+    """Build the callbacks of a recipe, as ``load_objects``; what their events raise is a ``ConfigError``."""
+    callbacks = load_objects("callbacks", paths, TrainerCallback)
+    for callback in callbacks:
+        for event in dir(callback):
+            if event.startswith("on_"):
+                setattr(callback, event, _explaining(getattr(callback, event)))
+    return callbacks
+
+
+def _explaining(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(handler)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handler(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            found = f"{handler.__qualname__} failed: {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            raise ConfigError(Problem("callbacks", found, "fix it, or remove it; the same command resumes")) from error
+
+    return call
+
+
+def load_objects(key: str, paths: Sequence[str], kind: type[_T], **given: Any) -> list[_T]:
+    """Build an object of each class of a key's import paths, such as ``my_package.scores:WordOverlap``.
 
     ``package.module:Class(name=value, ...)`` passes literals to the constructor.
+
+    Args:
+        key: Key of the configuration.
+        paths: Its value.
+        kind: Class of which all must be subclasses.
+        **given: Arguments of every constructor.
+
+    Raises:
+        ConfigError: Classes that cannot be imported or built, each with the reason.
     """
+    loaded = [_load(key, path, kind, given) for path in paths]
+    if problems := [problem for problem in loaded if isinstance(problem, Problem)]:
+        raise ConfigError(*problems)
+    return [one for one in loaded if isinstance(one, kind)]
+
+
+def _load(key: str, path: str, kind: type[_T], given: Mapping[str, Any]) -> _T | Problem:
     try:
         module_name, class_name, arguments = split_import_path(path)
-        module = importlib.import_module(module_name)
+        found_class = import_object(module_name, class_name)
     except Exception as error:
         found = f"importing {path!r} failed: {type(error).__name__}: {error}"
-        return Problem(_KEY, found, "correct it, install it, or put its folder on PYTHONPATH")
-    found_class = getattr(module, class_name, None)
-    if not (isinstance(found_class, type) and issubclass(found_class, Metric)):
-        found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'not an evaluate.Metric'}"
-        return Problem(_KEY, found, "name a subclass of evaluate.Metric")
+        return Problem(key, found, "correct it, install it, or put its folder on PYTHONPATH")
+    name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+    if not (isinstance(found_class, type) and issubclass(found_class, kind)):
+        return Problem(key, f"{class_name!r} in {module_name!r} is no {name}", f"name a subclass of {name}")
     try:
-        # In memory, because processes on one machine would lock the same cache file.
-        return found_class(keep_in_memory=True, **(arguments or {}))
+        return found_class(**given, **(arguments or {}))
     except Exception as error:
         found = f"{path} cannot be built: {type(error).__name__}: {error}"
-        return Problem(_KEY, found, "its constructor must accept keep_in_memory=True and the given arguments")
+        accepted = "".join(f"{argument}={value} and " for argument, value in given.items())
+        return Problem(key, found, f"its constructor must accept {accepted}the given arguments")
 
 
 def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, str]]) -> dict[str, float]:

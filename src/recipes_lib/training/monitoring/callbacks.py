@@ -49,6 +49,7 @@ class Observer:
         callbacks: Trainer callbacks.
         progress: Progress display.
         guards: Configuration of spike rollbacks and replay checks.
+        own: The user's callbacks.
     """
 
     counter: StepCounter
@@ -56,6 +57,7 @@ class Observer:
     callbacks: Sequence[TrainerCallback]
     progress: TrainingProgress
     guards: GuardsConfig = field(default_factory=GuardsConfig)
+    own: Sequence[TrainerCallback] = ()
 
 
 @dataclass
