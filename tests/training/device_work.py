@@ -20,7 +20,7 @@ UPSTREAM = "upstream"
 
 
 def main() -> None:
-    """Run the jobs on the simulated device; write mean counts per step, without the first two steps."""
+    """Run the jobs on the simulated device; write mean counts per step, without the first two and the last."""
     output, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
     simulated_device.install()
     from torch.nn import functional
@@ -39,8 +39,9 @@ def main() -> None:
                 train_upstream(job["keys"], output / name)
             else:
                 assert sharding.run_recipe(job["stage"], {**job["keys"], "output_dir": output / name}) == 0, name
-        # The first steps contain checks that run once. PPO's single iteration trains the policy, then the critic.
-        parts = {name: steps}
+        # The first steps contain checks that run once, and the last one is logged. PPO's single iteration trains the
+        # policy, then the critic.
+        parts = {name: steps[:-1]}
         if job["stage"] == "ppo":
             parts = {f"policy of {name}": steps[:4], f"critic of {name}": steps[4:]}
         for part, totals in parts.items():

@@ -22,7 +22,7 @@ QUIET = {
     "logging_steps": 1000,
     "num_sample_prompts": 0,
     "use_cpu": "false",
-    "max_steps": 3,
+    "max_steps": 4,
     "optim": "adamw_torch",
     "gradient_accumulation_steps": 2,
 }
