@@ -491,7 +491,7 @@ def _index_protected(config: RecipeConfig, evaluations: list[str], report: Calla
 
 
 def _iterate_texts(entries: Iterable[Entry], name: str, declared: DatasetFormat) -> Iterator[str]:
-    for row in read_entries(entries, name, declared):
+    for row in read_entries(entries, name, declared, as_documents=True):
         if not isinstance(row, Row):
             yield ""  # Broken rows are counted as empty texts.
             continue

@@ -90,6 +90,7 @@ def test_text_beside_its_answer_is_refused(answer: str, code: str, tmp_path: Pat
     (row,) = read_rows(load_source(name, columns={"question": "text", "answer": code}))
     assert [message["content"] for message in row.messages or ()] == ["What is 2 + 2?", answer]
     assert [row.text for row in read_rows(load_source(name), "text")] == ["What is 2 + 2?"]
+    assert [row.text for row in read_rows(load_source(name), as_documents=True)] == ["What is 2 + 2?"]
 
 
 @pytest.mark.parametrize(

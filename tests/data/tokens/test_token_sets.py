@@ -40,7 +40,11 @@ def make(build_config, write_rows, tiny_tokenizer):
     def load_encoder():
         return RowEncoder(tiny_tokenizer, loss_on="all"), 512
 
-    texts = [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
+    # Of documents, a column beside the text is no answer.
+    texts = [
+        {"text": f"Text {number}: " + "the baker opens " * (number % 7), "target": "two words"}
+        for number in range(NUM_ROWS)
+    ]
     path = write_rows("texts.jsonl", texts)
 
     def run(root: Path, num_tokens=None, on_rows=lambda *_: None, path=path, **options):

@@ -191,14 +191,18 @@ def _refuse_missing(source: Source, columns: Mapping[str, str | None]) -> None:
 
 
 def read_rows(
-    source: Source, declared_format: DatasetFormat = "auto", tokens: TokensConfig | None = None
+    source: Source,
+    declared_format: DatasetFormat = "auto",
+    tokens: TokensConfig | None = None,
+    *,
+    as_documents: bool = False,
 ) -> Iterator[Row]:
-    """Yield the valid rows of a source in canonical form; the first row with a known layout determines that of all.
+    """Yield the valid rows of a source in canonical form, as ``read_entries``.
 
     Raises:
         DataError: The source has no rows, or too many broken ones; raised after the last row, with all problems.
     """
-    entries = read_entries(source.rows(), source.name, declared_format)
+    entries = read_entries(source.rows(), source.name, declared_format, as_documents=as_documents)
     return BrokenRows(tokens, is_stream=source.streaming).read(entries, source.name)
 
 
@@ -217,13 +221,16 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     raise DataError((problems or [_no_rows(source.name)])[0])
 
 
-def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
-    """Yield each row in canonical form, or a ``Problem`` in place of a broken one.
+def read_entries(
+    entries: Iterable[Entry], name: str, declared_format: DatasetFormat, *, as_documents: bool = False
+) -> Iterator[Row | Problem]:
+    """Yield each row in canonical form, or a ``Problem``; the first row with a known layout determines that of all.
 
     Args:
         entries: Rows and problems of a source.
         name: Name of the source in errors.
         declared_format: Value of ``dataset_format``.
+        as_documents: A text is whole: what is beside it is not its answer.
 
     Raises:
         DataError: The source has no rows, none of the leading ones has a known layout, or it cannot be read further;
@@ -239,7 +246,7 @@ def read_entries(entries: Iterable[Entry], name: str, declared_format: DatasetFo
             continue
         try:
             if row_format is None:
-                row_format = _detect_format(entry, declared_format)
+                row_format = (detect_format if as_documents else _detect_format)(entry, declared_format)
                 yield from without_layout
             yield canonicalize(entry, row_format)
         except DataError as error:

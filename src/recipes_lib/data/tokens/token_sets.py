@@ -75,7 +75,7 @@ class Corpus:
         Raises:
             DataError: The source cannot be read further; raised after the last document.
         """
-        return read_entries(self.source.rows(), self.source.name, self.format)
+        return read_entries(self.source.rows(), self.source.name, self.format, as_documents=True)
 
     def rows(self) -> Iterator[Row]:
         """Yield the valid documents.
@@ -83,7 +83,7 @@ class Corpus:
         Raises:
             DataError: Too many rows are broken, or the source cannot be read further; raised after the last document.
         """
-        return read_rows(self.source, self.format, self.tokens)
+        return read_rows(self.source, self.format, self.tokens, as_documents=True)
 
     def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
         """Return everything that determines the token set of the corpus, as JSON values; the key is their hash.
