@@ -269,11 +269,33 @@ class Failing(TrainerCallback):
         _ = 1 / 0
 
 
-def test_error_of_a_callback_is_explained(keys: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"Failing.on_step_end failed: ZeroDivisionError: .*test_api.py:\d+"
-    ) as caught:
-        train("sft", keys, callbacks=[Failing])
+class Returning(TrainerCallback):
+    """Returns what the trainer does not take for its control."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a text."""
+        return "done"
+
+
+class Tensors(TrainerCallback):
+    """Logs what JSON does not have."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add a tensor to the figures of the step."""
+        kwargs["logs"]["norm"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("callback", "found"),
+    [
+        (Failing, r"Failing.on_step_end failed: ZeroDivisionError: .*test_api.py:\d+"),
+        (Returning, "Returning.on_step_end failed: TypeError: it returned 'done'"),
+        (Tensors, "Tensors.on_log failed: TypeError: Object of type Tensor is not JSON"),
+    ],
+)
+def test_error_of_a_callback_is_explained(keys: dict[str, Any], callback: type, found: str) -> None:
+    with pytest.raises(ConfigError, match=found) as caught:
+        train("sft", keys, callbacks=[callback])
     assert caught.value.problems[0].where == "callbacks"
 
 

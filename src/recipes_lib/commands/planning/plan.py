@@ -76,7 +76,7 @@ def run(
     if problems := [*_find_problems(config, num_written if options.gpus else None), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    config = _compile_whole_layers(config, layouts[0])
+    config = _choose_compilation(config, layouts[0])
     hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     planned = PlannedRun(config, compute.find_planned_model(config), options, flags)
@@ -171,7 +171,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
     return size, launch.world_size, layouts
 
 
-def _compile_whole_layers(config: RecipeConfig, layout: Layout) -> RecipeConfig:
+def _choose_compilation(config: RecipeConfig, layout: Layout) -> RecipeConfig:
     """Return the run without compilation if ranks share layers or tokens, as ``choose_compilation`` decides then."""
     is_whole = max(layout.tensor, layout.context, layout.pipeline_stages) == 1
     return config if is_whole else config.with_training({"torch_compile": False})

@@ -216,7 +216,7 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
         with collect_problems(problems):
             if isinstance(entry, RawRow):
-                return _detect_format(entry, declared_format)
+                return _detect_strictly(entry, declared_format)
             raise DataError(entry)
     raise DataError((problems or [_no_rows(source.name)])[0])
 
@@ -246,7 +246,7 @@ def read_entries(
             continue
         try:
             if row_format is None:
-                row_format = (detect_format if as_documents else _detect_format)(entry, declared_format)
+                row_format = (detect_format if as_documents else _detect_strictly)(entry, declared_format)
                 yield from without_layout
             yield canonicalize(entry, row_format)
         except DataError as error:
@@ -264,7 +264,7 @@ def read_entries(
         raise DataError(without_layout[0])
 
 
-def _detect_format(entry: RawRow, declared: DatasetFormat) -> RowFormat:
+def _detect_strictly(entry: RawRow, declared: DatasetFormat) -> RowFormat:
     """As ``detect_format``, but refuse a text beside an answer: as its question, it would be trained on alone.
 
     Raises:

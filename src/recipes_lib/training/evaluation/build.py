@@ -137,8 +137,8 @@ def build_observer(
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
         *build_expected_curve(config, writer, progress),
     ]
-    own = load_callbacks(keys.callbacks or [])
-    return Observer(counter, hooks, callbacks, progress, config.guards, own)
+    user_callbacks = load_callbacks(keys.callbacks or [])
+    return Observer(counter, hooks, callbacks, progress, config.guards, user_callbacks)
 
 
 def _shard_sequence(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any, Final, TypeVar
 import datasets
 import evaluate
 from evaluate import Metric
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from recipes_lib.config.rules import METRICS
 from recipes_lib.config.values import import_object, split_import_path
@@ -50,7 +51,11 @@ def _explaining(handler: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(handler)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return handler(*args, **kwargs)
+            result = handler(*args, **kwargs)
+            json.dumps(kwargs.get("logs"))  # What it has added is written to ``metrics.jsonl``.
+            if not isinstance(result, TrainerControl | None):
+                raise TypeError(f"it returned {result!r}; return the control, or nothing")
+            return result
         except UserError:
             raise
         except Exception as error:

@@ -49,7 +49,7 @@ class Observer:
         callbacks: Trainer callbacks.
         progress: Progress display.
         guards: Configuration of spike rollbacks and replay checks.
-        own: The user's callbacks.
+        user_callbacks: Those of the key `callbacks`, which a save at a stop request does not call again.
     """
 
     counter: StepCounter
@@ -57,7 +57,7 @@ class Observer:
     callbacks: Sequence[TrainerCallback]
     progress: TrainingProgress
     guards: GuardsConfig = field(default_factory=GuardsConfig)
-    own: Sequence[TrainerCallback] = ()
+    user_callbacks: Sequence[TrainerCallback] = ()
 
 
 @dataclass

@@ -142,7 +142,7 @@ class RecipeTrainer(CheckpointingTrainer):
         self.remove_callback(PrinterCallback)
         tolerate_tracker_failures(self.callback_handler, args, say)
         self.figures = TermMetrics()
-        self.add_figures(*observer.own, self.figures, *observer.callbacks)
+        self.add_figures(*observer.user_callbacks, self.figures, *observer.callbacks)
         self._last_step = LastStep(self)
         if self.adapter.use_peft:
             self.add_callback(AdapterChecks(self.adapter, say=say))
