@@ -401,6 +401,10 @@ def test_chat_template_file_is_never_overwritten(write, minimal_text: str) -> No
     assert Path(config.tokens.chat_template_path).read_text(encoding="utf-8") == "another"
 
 
+OVERLONG = "max_completion_len=1280, soft_punish_cache=256"
+REWARDED = "reward_weights: [1, 2, 3]\nreward_funcs: [a.b, c.d]\nreward_model_name_or_path: e/f"
+
+
 @pytest.mark.parametrize(
     ("recipe", "old", "new"),
     [
@@ -413,6 +417,20 @@ def test_chat_template_file_is_never_overwritten(write, minimal_text: str) -> No
         ("dpo", "use_peft: true\nlora_dropout: 0.05", ("lora_dropout", 0)),
         ("lora", "lora_dropout: 0.05", ("lora_dropout", 0.05)),
         ("grpo", "reward_funcs: think_format_reward", ("reward_funcs", ["trl.rewards:think_format_reward"])),
+        (
+            "grpo",
+            "reward_funcs: [get_soft_overlong_punishment]",
+            ("reward_funcs", [f"trl.rewards:get_soft_overlong_punishment({OVERLONG})"]),
+        ),
+        # TRL's scripts put the reward model first, and the functions after it.
+        ("rloo", REWARDED, ("reward_weights", [2.0, 3.0, 1.0])),
+        ("rloo", "\n".join(sorted(REWARDED.split("\n"))), ("reward_weights", [2.0, 3.0, 1.0])),
+        ("rloo", REWARDED.replace("a.b, c.d", "'a:b', 'c:d'"), ("reward_weights", [1.0, 2.0, 3.0])),
+        (
+            "rloo",
+            REWARDED.replace("reward_model_name_or_path: e/f", "").replace("1, ", ""),
+            ("reward_weights", [2.0, 3.0]),
+        ),
     ],
 )
 def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: str, old: str, new: tuple) -> None:

@@ -43,8 +43,11 @@ _SAME_TEXTS = {
     *("lr_scheduler_type", "optim", "loss_type", "activation_checkpointing"),
 }
 """Keys of text with the same values in other programs."""
-_REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
-"""Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
+_REWARDS_OF_TRL = {
+    **{name: name for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")},
+    "get_soft_overlong_punishment": "get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)",
+}
+"""Reward functions of ``trl.rewards`` by their short names in TRL's scripts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +275,19 @@ class _Rewriter:
             what = "would run unpinned code from the Hub; if the model is not in transformers, restore it and set"
             self._comment_out(entry, f"`{key}` {what} `model_revision:` to a commit")
         elif key == "reward_funcs":
-            functions = [_name_reward(name) for name in (value if isinstance(value, list) else [value])]
-            if functions != value:
-                self._replace(entry, {key: functions}, f"`{key}` became {functions}")
+            self._rewrite_rewards(entry, value)
+
+    def _rewrite_rewards(self, entry: Entry, value: Any) -> None:
+        functions = [_name_reward(name) for name in (value if isinstance(value, list) else [value])]
+        if functions == value:
+            return
+        self._replace(entry, {entry.key: functions}, f"`{entry.key}` became {functions}")
+        weights = next((other for other in self.entries if other.key == "reward_weights"), None)
+        if weights and self.values.get("reward_model_name_or_path"):
+            # TRL's scripts, whose spelling the functions had, put the reward model first.
+            numbers = self.values[weights.key]
+            moved = numbers[1:] + numbers[:1] if isinstance(numbers, list) else numbers
+            self._replace(weights, {weights.key: moved}, f"`{weights.key}` became {moved}: the reward model is last")
 
     def _takes(self, key: str, entry: Entry) -> bool:
         """Return whether ``key`` is not set yet, in the file by one synonym only, and accepts its value."""
@@ -372,7 +385,7 @@ def _name_reward(name: Any) -> Any:
     if not isinstance(name, str):
         return name
     if name in _REWARDS_OF_TRL:
-        return f"trl.rewards:{name}"
+        return f"trl.rewards:{_REWARDS_OF_TRL[name]}"
     return ":".join(name.rsplit(".", 1)) if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) else name
 
 
