@@ -131,7 +131,7 @@ def test_prompt_about_an_image_is_refused(load, column):
         load([write("Find x.", images=["a.png"])])
 
 
-@pytest.mark.parametrize("column", ["answer", "solution", "answerKey"])
+@pytest.mark.parametrize("column", ["answer", "solution", "answerKey", "correct"])
 def test_choices_belong_to_the_prompt(load, column: str):
     """Also of a chat beside other columns, whose fields are not known at first."""
     row = {"options": ["a cat", "a dog"], column: "B"}

@@ -325,7 +325,7 @@ def refuse_guesses(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
             nor a text, so that its question may be about the media even without one. Or the answer is the letter or
             index of a choice, and ``fields`` lack a choice, as in RACE and MMLU-Pro.
     """
-    answer = str(raw.get("answer", raw.get("solution", raw.get("answerKey")))).strip(" ().")
+    answer = str(raw.get("answer", raw.get("solution", raw.get("answerKey", raw.get("correct"))))).strip(" ().")
     choices: Any = next(filter(None, map(raw.get, (*_CHOICES, answer))), ())  # A column for each letter in C-Eval.
     if isinstance(choices, Mapping):  # `{text: [...], label: [...]}` in ARC, `{A: ..., B: ...}` in MedQA.
         choices = choices.get("text") or list(choices.values())
