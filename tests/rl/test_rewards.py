@@ -87,6 +87,7 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none():
         (lambda **_: (score for score in [1.0]), r"\[1.0\] for 3 answers"),
         (lambda **_: "abc", "'a' for the answer 'a'"),
         (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids.*reward_timeout"),
+        (lambda *, completions, **_: completions[0].strip(), r"strip.*\s+.*Each completion is a list of one message"),
     ],
 )
 def test_invalid_result_error_names_function_and_value(function, words):

@@ -251,7 +251,8 @@ def _call(
         found = f"{name} failed on {pluralize(len(texts), 'answer')} to {places}: {describe_error(function, error)}"
         is_limited = isinstance(function, IsolatedFunction)
         hint = "A call may need a larger `reward_timeout`" if is_limited else _ISOLATION
-        remedy = f"{_explain_call(given)}. {hint}"
+        form = "a list of one message" if is_chat else "a text"
+        remedy = f"{_explain_call(given)}. Each completion is {form}. {hint}"
         raise ConfigError(Problem("reward_funcs", found, remedy)) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {pluralize(len(texts), 'answer')}"
