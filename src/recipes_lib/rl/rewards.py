@@ -158,7 +158,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
             functions[path if name in {MODEL, *functions} else name] = function
         except (Exception, SystemExit) as error:  # Importing runs the user's code, which may raise anything.
             found = f"{path} cannot be imported: {type(error).__name__}: {error}"
-            remedy = "run from its folder, install it, or put its folder on PYTHONPATH"
+            remedy = "correct it, run from its folder, install it, or put its folder on PYTHONPATH"
             problems.append(Problem("reward_funcs", found, remedy))
     if problems:
         raise ConfigError(*problems)
