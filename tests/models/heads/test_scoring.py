@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import ModernBertConfig, PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError
 from recipes_lib.models.heads import scoring
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
+from recipes_lib.models.heads.score_head import (
+    add_score_head,
+    load_reward_model,
+    set_pad_token,
+    verify_reward_checkpoint,
+)
 from recipes_lib.models.heads.scoring import (
     RewardModel,
     compute_reward_statistics,
@@ -193,3 +198,13 @@ def test_saved_reward_model_has_equal_scores_and_statistics(reward_model: Reward
 def test_causal_lm_is_refused_as_reward_model(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"lacks score\.weight"):
         RewardModel.load(tiny_model_dir)
+
+
+def test_encoder_is_refused_as_reward_model(tmp_path: Path) -> None:
+    """Before weights are read, by the check of a run and by the run: its score is not that of the last token."""
+    ModernBertConfig(num_labels=1).save_pretrained(tmp_path)
+    found = "modernbert models are not causal language models"
+    with pytest.raises(ConfigError, match=found):
+        RewardModel.load(tmp_path)
+    with pytest.raises(ConfigError, match=found):
+        verify_reward_checkpoint(ModelConfig(model_name_or_path=str(tmp_path)), needs_head=True)

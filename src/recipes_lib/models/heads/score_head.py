@@ -21,9 +21,10 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.heads.loss_head import _run_backbone, spell_mask
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.loading import load_pretrained
+from recipes_lib.models.loading import load_model_config, load_pretrained
 from recipes_lib.models.parallel.zero3 import gathered_for_writing
 from recipes_lib.models.saved_weights import verify_checkpoint
+from recipes_lib.models.structure import verify_causal
 
 HEAD: Final = "score"
 """Name of the head in transformers' decoders for sequence classification; also in ``modules_to_save`` of an adapter."""
@@ -58,11 +59,13 @@ def load_reward_model(
         quantization: Quantisation of the backbone, as for ``load_causal_lm``; the head is never quantised.
 
     Raises:
-        ConfigError: As ``load_causal_lm``; or the checkpoint has no head and ``seed`` is ``None``.
+        ConfigError: As ``load_causal_lm``; or the checkpoint has no head and ``seed`` is ``None``. An encoder such as
+            ModernBERT is not supported: its score is not that of the last token.
 
     Source: Stiennon et al. 2020 (initialisation, as kept by Huang et al. 2024);
         ``tests/models/heads/test_score_head.py``.
     """
+    verify_causal("model_name_or_path", load_model_config(config)[0])
     options = _list_options(needs_head=seed is None)
     model, missing = load_pretrained(
         AutoModelForSequenceClassification, config, attn_implementation, quantization, **options
@@ -84,8 +87,9 @@ def verify_reward_checkpoint(config: ModelConfig, *, needs_head: bool) -> None:
     """Verify the tensors of a local checkpoint by ``verify_checkpoint``; with ``needs_head``, the head is one of them.
 
     Raises:
-        ConfigError: As ``verify_checkpoint``.
+        ConfigError: As ``verify_checkpoint`` and ``verify_causal``.
     """
+    verify_causal("model_name_or_path", load_model_config(config)[0])
     verify_checkpoint(config, AutoModelForSequenceClassification, **_list_options(needs_head=needs_head))
 
 
