@@ -190,6 +190,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("vespo_k_pos: 3", 5, "write `loss_type: vespo`"),
         ("epsilon: 0.1\nloss_type: sapo", 5, "`epsilon` has no effect"),
         ("epsilon_high: 0.28\nloss_type: vespo", 5, "`epsilon_high` has no effect"),
+        ("importance_sampling_level: sequence\nloss_type: vespo", 5, "`importance_sampling_level` has no effect"),
         ("loss_type: cispo", 5, "write `epsilon_high: 5`"),
         ("loss_type: cispo\nepsilon_high: 0.28", 5, "at 0.28"),
         ("entropy_target: 0.3", 5, "the loss has no entropy term"),
