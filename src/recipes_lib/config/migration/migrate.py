@@ -282,11 +282,11 @@ class _Rewriter:
         if functions == value:
             return
         self._replace(entry, {entry.key: functions}, f"`{entry.key}` became {functions}")
-        weights = next((other for other in self.entries if other.key == "reward_weights"), None)
-        if weights and self.values.get("reward_model_name_or_path"):
+        numbers = self.values.get("reward_weights")
+        if self.values.get("reward_model_name_or_path") and isinstance(numbers, list):
             # TRL's scripts, whose spelling the functions had, put the reward model first.
-            numbers = self.values[weights.key]
-            moved = numbers[1:] + numbers[:1] if isinstance(numbers, list) else numbers
+            weights = next(other for other in self.entries if other.key == "reward_weights")
+            moved = numbers[1:] + numbers[:1]
             self._replace(weights, {weights.key: moved}, f"`{weights.key}` became {moved}: the reward model is last")
 
     def _takes(self, key: str, entry: Entry) -> bool:
