@@ -107,7 +107,7 @@ def test_total_time_of_hanging_answers_is_limited(monkeypatch, capfd):
 
 def test_failure_on_all_answers_raises(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
-    words = r"length failed on 2 answers to here: RuntimeError: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
+    words = r"length failed on 2 answers to here: ValueError: no number \(.*faulty_rewards\.py:\d+\)"
     with pytest.raises(ConfigError, match=rf"{words}\n.* larger `reward_timeout`"):
         rewards.score(TEXTS[:2], ["raise", "raise"], [[1], [1]], [True, True])
 

@@ -248,8 +248,10 @@ def _call(
         raise
     except (Exception, SystemExit) as error:  # The function is the user's, and may raise anything.
         places = list_first(dict.fromkeys(prompt.where for prompt in prompts))
-        found = f"{name} failed on {pluralize(len(texts), 'answer')} to {places}: {describe_error(function, error)}"
         is_limited = isinstance(function, IsolatedFunction)
+        # Of the worker's error, the message is the description.
+        reason = str(error) if is_limited else describe_error(function, error)
+        found = f"{name} failed on {pluralize(len(texts), 'answer')} to {places}: {reason}"
         hint = "A call may need a larger `reward_timeout`" if is_limited else _ISOLATION
         form = "a list of one message" if is_chat else "a text"
         remedy = f"{_explain_call(given)}. Each completion is {form}. {hint}"
