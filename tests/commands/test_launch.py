@@ -139,6 +139,18 @@ def test_flags_override_environment(compose):
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES"])
+def test_launchers_that_do_not_know_each_other_are_refused(name, compose):
+    """As in a PyTorchJob, under mpirun or on SkyPilot: each of them would train a separate model."""
+    with pytest.raises(ConfigError, match=f"{name}: is 2[\\s\\S]*--machine_rank"):
+        compose(environment={name: "2"})
+    assert compose("--num_machines", "1").num_machines == 1
+    flags = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head"]
+    assert compose(*flags).num_machines == 2
+    # A single pod of Kubeflow, where WORLD_SIZE counts its processes.
+    assert compose(environment={"PET_NNODES": "1"}).num_machines == 1
+
+
 def test_no_machine_starts_deepspeed_processes_of_others(compose, tmp_path):
     """Without the flag, accelerate runs DeepSpeed's launcher, which connects to all machines by ssh."""
     file = tmp_path / "mine.yaml"

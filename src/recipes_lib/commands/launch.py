@@ -48,6 +48,8 @@ from recipes_lib.training.layouts.launch_environment import (
 
 PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
+_COUNTS: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES")
+"""Variables of PyTorchJobs without torchrun's, mpirun and SkyPilot: how many of this command they have started."""
 _CAUSES: Final = (EXIT_USER, EXIT_DIVERGED, EXIT_STALLED)
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
@@ -95,6 +97,16 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
             "torchrun's variables (PET_...)",
         )
     return Machines()
+
+
+def _verify_single_machine(environment: Mapping[str, str]) -> None:
+    """Raise if there are more of this command, none of which knows the others."""
+    # A launcher of one pod counts its processes in WORLD_SIZE.
+    for name in _COUNTS if "PET_NNODES" not in environment else ():
+        if (count := environment.get(name, "")).isdecimal() and int(count) > 1:
+            found = f"is {count}: as many of this command have been started, and each would train a separate model"
+            remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1 for one each"
+            raise ConfigError(Problem(name, found, remedy))
 
 
 def find_first_host(nodes: str) -> str:
@@ -320,13 +332,16 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     """Return the detected machines, with the values of the flags.
 
     Raises:
-        ConfigError: Several machines without --machine_rank and --main_process_ip, or a rank out of range.
+        ConfigError: Several machines without --machine_rank and --main_process_ip, or a rank out of range; or another
+            program has started this command on several, without --num_machines.
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     fields = {name: given.get(name, getattr(detected, name)) for name in names}
     source = f"{fields['num_machines']} machines (flags)" if "num_machines" in given else detected.source
     machines = Machines(**fields, source=source)
+    if detected == Machines() and "num_machines" not in given:
+        _verify_single_machine(read_environment())
     # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
     lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
     if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):
