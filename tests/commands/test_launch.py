@@ -170,6 +170,22 @@ def test_launch_file_of_accelerate_config_is_followed(compose, tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.yaml is for 2 machines: each would train a separate"):
         compose("--hardware", str(file))
     assert compose("--hardware", str(file), "--num_machines", "1").num_processes == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "port"),
+    [
+        ([], {}, 29600),
+        (["--main_process_port", "29500"], {}, 29500),
+        ([], {"PET_NNODES": "2", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "29700"}, 29700),
+        ([], STEP, 24567),
+    ],
+    ids=["file", "flag", "torchrun", "SLURM"],
+)
+def test_port_of_launch_file_is_the_default(compose, tmp_path, flags, environment, port):
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmain_process_port: 29600\n")
+    assert compose("--hardware", str(file), *flags, environment=environment).main_process_port == port
     assert compose("--hardware", str(file), environment=STEP).num_machines == 4
 
 

@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,6 +169,9 @@ def main(argv: Sequence[str]) -> int:
     config = parse_command(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
     file, document = _read_hardware(options, machines)
+    port = options.main_process_port or document.get("main_process_port")
+    if machines.main_process_port == PORT and isinstance(port, int):
+        machines = replace(machines, main_process_port=port)
     given = options.num_processes
     num_processes = _count_processes(file, document, machines, options.dry_run) if given is None else given
     if num_processes % machines.num_machines:
