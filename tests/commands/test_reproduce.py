@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import yaml
+from tests.forked import ROOT
 
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
@@ -18,6 +19,7 @@ from recipes_lib.publish.card import make_portable
 COMMIT = "c" * 40
 GIVEN = {
     "model_name_or_path": "owner/base",
+    "chat_template_path": "recipes/configs/chat_templates/zephyr.jinja",
     "dataset_name": "owner/chats",
     "dataset_revision": COMMIT,
     "output_dir": "runs/mine",
@@ -75,11 +77,20 @@ def test_restored_config_equals_original(run, tmp_path):
     assert differing == {"output_dir", "push_to_hub", "hub_model_id", "model_revision"}
     assert again["model_revision"] == "b" * 40
     assert not again.get("push_to_hub")
-    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in output
+    assert "-c reproduced/published/constraints.txt recipes-lib\n" in output
+    assert f"python {shlex.quote(str(ROOT / 'recipes/sft.py'))} --config reproduced/published/sft.yaml" in output
     assert (
         f"transformers=={read_versions()['transformers']}"
         in (tmp_path / "reproduced/published/constraints.txt").read_text()
     )
+
+
+def test_commands_in_a_clone_are_for_its_code(run, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "sft.py").touch()
+    output = run()
+    assert "-c reproduced/published/constraints.txt -e .\n" in output
+    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in output
 
 
 def test_only_unverifiable_facts_are_reported_as_different(run, monkeypatch):
@@ -125,7 +136,7 @@ def test_explicit_null_overrides_default_limit(run, record, tmp_path):
     [
         ({"versions": {"python": "3.4", "torch": "1.0"}}, ["python was 3.4", "torch was 1.0 and is"]),
         ({"git_commit": "a" * 40}, [f"commit {'a' * 40} and is at {COMMIT}"]),
-        ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 recipes/sft.py"]),
+        ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 "]),
         # Ranks that shared rows, as under tensor parallelism.
         ({"num_processes": 8, "rows_per_step": 4}, ["a step had 4 rows, and has 64 in data", "recipes launch"]),
     ],
