@@ -81,7 +81,11 @@ def test_slurm_variables_replace_flags(compose):
     [
         ({"PATH": "/bin"}, Machines()),
         (STEP, Machines(4, 2, "gpu-017", 24567, "SLURM, 4 nodes")),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(source="SLURM, one node")),
+        # Another job on the same node must not have its port.
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"},
+            Machines(main_process_port=20007, source="SLURM, one node"),
+        ),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "head", "PET_MASTER_PORT": "1234"},
             Machines(2, 1, "head", 1234, "torchrun's variables (PET_...)"),

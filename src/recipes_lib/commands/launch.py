@@ -139,15 +139,16 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         found = f"SLURM has started {tasks} tasks on a node, and each would start one process per GPU"
         raise ConfigError(Problem("recipes launch", found, remedy))
+    # Derived from the job id, because two jobs may share a node.
+    port = 20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000
     if num_nodes == 1:
-        return Machines(source="SLURM, one node")
+        return Machines(main_process_port=port, source="SLURM, one node")
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     return Machines(
         num_nodes,
         _read_number(environment, "SLURM_NODEID", 0),
         find_first_host(nodes),
-        # Derived from the job id, because two jobs may share a node.
-        20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000,
+        port,
         f"SLURM, {num_nodes} nodes",
     )
 
