@@ -8,6 +8,7 @@ import shlex
 import pytest
 import yaml
 from tests.forked import ROOT
+from tests.publish.hub_server import Fault
 
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
@@ -257,6 +258,22 @@ def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monk
     recipes("reproduce", "me/mine", "--revision", "step-5", "--output", tmp_path / "again")
     assert (tmp_path / "again" / "sft.yaml").is_file()
     assert "its run.json cannot be fetched" in recipes("reproduce", "me/nothing", code=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault(cut="before"), "the connection to the Hub failed (ReadError)\n    run the same command again"),
+        (Fault(200, {"Content-Length": "5"}, b"{"), "the connection to the Hub failed (RemoteProtocolError)\n    run"),
+        (Fault(403), "the Hub answers 403\n    take a token that may read it"),
+    ],
+    ids=["reset", "truncated", "forbidden"],
+)
+def test_failed_download_has_its_reason(hub, run, tmp_path, monkeypatch, recipes, pauses, fault, words):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.add("me/mine", private=True, files={"run.json": b"{}"})
+    hub.sabotage = lambda kind: fault
+    assert words in recipes("reproduce", "me/mine", code=2)
 
 
 @pytest.mark.parametrize(

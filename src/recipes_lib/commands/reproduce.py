@@ -17,7 +17,7 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.paths import REFERENCES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
-from recipes_lib.environment import read_git_commit, read_versions
+from recipes_lib.environment import explain_refusal_of_hub, read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
 from recipes_lib.files import Fields, explain_write_errors, read_record
 from recipes_lib.shipped import RECIPES, find_shipped
@@ -201,12 +201,13 @@ def _is_version(name: str, version: Any) -> bool:
 
 def _fetch(repository: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from recipes_lib.publish.access import NO_ANSWER
 
     try:
         return Path(HfApi().hf_hub_download(repository, "run.json", revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        is_away = isinstance(error, LocalEntryNotFoundError)
-        words = "the Hub is out of reach" if is_away else str(error).strip().partition("\n")[0]
-        found = f"its run.json cannot be fetched: {words}"
-        raise ConfigError(Problem(repository, found, "check name, network and login")) from error
+    except (NO_ANSWER, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        otherwise = str(error).strip().partition("\n")[0], "check name, network and login"
+        found, remedy = explain_refusal_of_hub(error) or otherwise
+        raise ConfigError(Problem(repository, f"its run.json cannot be fetched: {found}", remedy)) from error
