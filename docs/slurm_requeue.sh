@@ -19,7 +19,11 @@ mkdir -p "$output_dir"
 rm -f "$output_dir/STOP"
 written() { stat -c %y "$output_dir/run.json" 2>/dev/null; }
 before=$(written)
-trap 'touch "$output_dir/STOP"' USR1 TERM
+stop() { touch "$output_dir/STOP"; }
+# A cancelled job stays cancelled; SIGTERM after SIGUSR1 is the time limit.
+signal=
+trap 'signal=${signal:-USR1}; stop' USR1
+trap 'signal=${signal:-TERM}; stop' TERM
 
 # One launcher a node; it starts a process for each of the node's GPUs, laid out by accelerate_configs/$hardware.yaml.
 srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch ${recipe:+--recipe "$recipe"} \
@@ -32,7 +36,7 @@ wait "$job"
 code=$?
 
 # The status that the run has recorded decides, not the exit code of srun. An unchanged record is of an earlier job.
-if [ "$(written)" != "$before" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
+if [ "$signal" != TERM ] && [ "$(written)" != "$before" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
     code=$?
 fi

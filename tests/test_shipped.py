@@ -25,8 +25,8 @@ def test_working_directory_takes_precedence(tmp_path: Path, monkeypatch: pytest.
     mine.parent.mkdir()
     mine.write_text("mine")
     assert find_launch_file("fsdp2") == mine
-    # Both extensions of YAML make a name a path.
-    for name in ("other.yaml", "other.yml"):
+    # The extensions of accelerate's files make a name a path.
+    for name in ("other.yaml", "other.yml", "other.json"):
         Path(name).touch()
         assert find_launch_file(name) == Path(name)
 

@@ -17,7 +17,7 @@ STUBS = {
     "srun": """#!/bin/bash
 echo "srun $*" >> "$LOG"
 touch "$OUT/started"
-[ "$ENDS" = at_once ] || while [ ! -e "$OUT/STOP" ]; do sleep 0.05; done
+[ "$ENDS" = at_once ] || while [ ! -e "$OUT/saved" ]; do sleep 0.05; done
 [ -z "$STATUS" ] || echo "{\\"status\\": \\"$STATUS\\"}" > "$OUT/run.json"
 # The clock of the file server may be behind.
 [ -z "$STATUS" ] || touch -d @9 "$OUT/run.json"
@@ -51,24 +51,37 @@ def reset_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
+def wait_for(file, process):
+    while not file.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 def read_calls(tmp_path):
     return (tmp_path / "log").read_text().splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_preempted_run_is_requeued(start, tmp_path, number):
-    process = start("preempted")
-    while not (tmp_path / "a run" / "started").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 0
-    launched, requeued = read_calls(tmp_path)
+@pytest.mark.parametrize(
+    ("numbers", "is_requeued"),
+    [([signal.SIGUSR1], True), ([signal.SIGTERM], False), ([signal.SIGUSR1, signal.SIGTERM], True)],
+    ids=["before the time limit", "scancel", "time limit during the save"],
+)
+def test_preempted_run_is_requeued_unless_cancelled(start, tmp_path, numbers, is_requeued):
+    """``scontrol requeue`` would bring a job back that ``scancel`` has ended."""
+    process, out = start("preempted"), tmp_path / "a run"
+    wait_for(out / "started", process)
+    for number in numbers:
+        process.send_signal(number)
+        wait_for(out / "STOP", process)
+        (out / "STOP").unlink()
+    (out / "saved").touch()
+    assert process.wait(timeout=30) == (0 if is_requeued else 1)
+    launched, *requeued = read_calls(tmp_path)
     assert launched.startswith(
         "srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch --config sft.yaml "
     )
     assert launched.endswith(f"--hardware ddp --output_dir {tmp_path / 'a run'}")
-    assert requeued == "scontrol requeue 77"
+    assert requeued == (["scontrol requeue 77"] if is_requeued else [])
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ def find_launch_file(name: str) -> Path:
     """Return the path of a launch file.
 
     Args:
-        name: A path that ends with ``.yaml`` or ``.yml``, or the stem of a file in ``accelerate_configs/``.
+        name: A path that ends with ``.yaml``, ``.yml`` or ``.json``, or the stem of a file in ``accelerate_configs/``.
 
     Raises:
         ConfigError: The file does not exist; the message lists the available ones.
     """
-    path = find_shipped(Path(name) if name.endswith((".yaml", ".yml")) else LAUNCH_FILES / f"{name}.yaml")
+    path = find_shipped(Path(name) if name.endswith((".yaml", ".yml", ".json")) else LAUNCH_FILES / f"{name}.yaml")
     if not path.is_file():
         names = ", ".join(sorted(file.stem for file in find_shipped(LAUNCH_FILES).glob("*.yaml")))
         raise ConfigError(Problem("--hardware", f"there is no launch file {path}", f"write one of {names}, or a path"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -187,3 +188,11 @@ def test_low_disk_space_has_remedy(free: float, verdict: str, monkeypatch: pytes
     for finding in doctor._probe_disk():
         assert finding.verdict == verdict
         assert bool(finding.remedy) == (verdict == "missing")
+
+
+def test_unwritable_folder_has_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of the superuser, who may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    findings = list(doctor._probe_disk())
+    assert [finding.verdict for finding in findings] == ["missing", "missing"]
+    assert [finding.remedy.split()[1] for finding in findings] == ["output_dir", "HF_HOME"]

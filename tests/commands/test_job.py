@@ -258,16 +258,21 @@ def test_single_pod_has_no_rank_variables(write):
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [("preempted", 75), ("stalled", 75), ("refused", 2), ("diverged", 2), ("failed", 1), (None, 1)]
+    ("status", "launched", "code"),
+    [
+        *[("preempted", 1, 75), ("stalled", 1, 75), ("refused", 1, 2), ("diverged", 1, 2), ("failed", 1, 1)],
+        # Ended before the run has a record, as for a dataset that is not on the volume, or a signal while it is loaded.
+        *[(None, 1, 1), (None, 2, 2), (None, 75, 75)],
+    ],
 )
-def test_container_exit_code_follows_run_status(status, code, write, install, tmp_path):
+def test_container_exit_code_follows_run_status(status, launched, code, write, install, tmp_path):
     shell = read_container(write)["command"][2]
     record = tmp_path / "run.json"
     record.write_text('{"status": "preempted"}')
     os.utime(record, (1, 1))
     # The clock of the file server may be behind.
     write_status = f"""echo '{{"status": "{status}"}}' > {record}; touch -d @9 {record}; """ if status else ""
-    install({"recipes": f"#!/bin/bash\n{write_status}exit 1\n"})
+    install({"recipes": f"#!/bin/bash\n{write_status}exit {launched}\n"})
     command = ["bash", "-c", shell.replace(OUT, str(tmp_path))]
     assert subprocess.run(command, timeout=30, check=False).returncode == code
 

@@ -81,7 +81,11 @@ def test_slurm_variables_replace_flags(compose):
     [
         ({"PATH": "/bin"}, Machines()),
         (STEP, Machines(4, 2, "gpu-017", 24567, "SLURM, 4 nodes")),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(source="SLURM, one node")),
+        # Another job on the same node must not have its port.
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"},
+            Machines(main_process_port=20007, source="SLURM, one node"),
+        ),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "head", "PET_MASTER_PORT": "1234"},
             Machines(2, 1, "head", 1234, "torchrun's variables (PET_...)"),
@@ -139,6 +143,18 @@ def test_flags_override_environment(compose):
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES"])
+def test_launchers_that_do_not_know_each_other_are_refused(name, compose):
+    """As in a PyTorchJob, under mpirun or on SkyPilot: each of them would train a separate model."""
+    with pytest.raises(ConfigError, match=f"{name}: is 2[\\s\\S]*--machine_rank"):
+        compose(environment={name: "2"})
+    assert compose("--num_machines", "1").num_machines == 1
+    flags = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head"]
+    assert compose(*flags).num_machines == 2
+    # A single pod of Kubeflow, where WORLD_SIZE counts its processes.
+    assert compose(environment={"PET_NNODES": "1"}).num_machines == 1
+
+
 def test_no_machine_starts_deepspeed_processes_of_others(compose, tmp_path):
     """Without the flag, accelerate runs DeepSpeed's launcher, which connects to all machines by ssh."""
     file = tmp_path / "mine.yaml"
@@ -158,6 +174,22 @@ def test_launch_file_of_accelerate_config_is_followed(compose, tmp_path):
     with pytest.raises(ConfigError, match=r"mine\.yaml is for 2 machines: each would train a separate"):
         compose("--hardware", str(file))
     assert compose("--hardware", str(file), "--num_machines", "1").num_processes == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "port"),
+    [
+        ([], {}, 29600),
+        (["--main_process_port", "29500"], {}, 29500),
+        ([], {"PET_NNODES": "2", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "29700"}, 29700),
+        ([], STEP, 24567),
+    ],
+    ids=["file", "flag", "torchrun", "SLURM"],
+)
+def test_port_of_launch_file_is_the_default(compose, tmp_path, flags, environment, port):
+    file = tmp_path / "mine.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmain_process_port: 29600\n")
+    assert compose("--hardware", str(file), *flags, environment=environment).main_process_port == port
     assert compose("--hardware", str(file), environment=STEP).num_machines == 4
 
 

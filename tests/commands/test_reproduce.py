@@ -7,6 +7,8 @@ import shlex
 
 import pytest
 import yaml
+from tests.forked import ROOT
+from tests.publish.hub_server import Fault
 
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
@@ -18,6 +20,7 @@ from recipes_lib.publish.card import make_portable
 COMMIT = "c" * 40
 GIVEN = {
     "model_name_or_path": "owner/base",
+    "chat_template_path": "recipes/configs/chat_templates/zephyr.jinja",
     "dataset_name": "owner/chats",
     "dataset_revision": COMMIT,
     "output_dir": "runs/mine",
@@ -75,11 +78,20 @@ def test_restored_config_equals_original(run, tmp_path):
     assert differing == {"output_dir", "push_to_hub", "hub_model_id", "model_revision"}
     assert again["model_revision"] == "b" * 40
     assert not again.get("push_to_hub")
-    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in output
+    assert "-c reproduced/published/constraints.txt recipes-lib\n" in output
+    assert f"python {shlex.quote(str(ROOT / 'recipes/sft.py'))} --config reproduced/published/sft.yaml" in output
     assert (
         f"transformers=={read_versions()['transformers']}"
         in (tmp_path / "reproduced/published/constraints.txt").read_text()
     )
+
+
+def test_commands_in_a_clone_are_for_its_code(run, tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "sft.py").touch()
+    output = run()
+    assert "-c reproduced/published/constraints.txt -e .\n" in output
+    assert "python recipes/sft.py --config reproduced/published/sft.yaml" in output
 
 
 def test_only_unverifiable_facts_are_reported_as_different(run, monkeypatch):
@@ -125,7 +137,7 @@ def test_explicit_null_overrides_default_limit(run, record, tmp_path):
     [
         ({"versions": {"python": "3.4", "torch": "1.0"}}, ["python was 3.4", "torch was 1.0 and is"]),
         ({"git_commit": "a" * 40}, [f"commit {'a' * 40} and is at {COMMIT}"]),
-        ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 recipes/sft.py"]),
+        ({"num_processes": 8}, ["8 x NVIDIA H200", "torchrun --nproc_per_node 8 "]),
         # Ranks that shared rows, as under tensor parallelism.
         ({"num_processes": 8, "rows_per_step": 4}, ["a step had 4 rows, and has 64 in data", "recipes launch"]),
     ],
@@ -246,6 +258,22 @@ def test_record_is_fetched_from_hub_at_revision(hub, record, run, tmp_path, monk
     recipes("reproduce", "me/mine", "--revision", "step-5", "--output", tmp_path / "again")
     assert (tmp_path / "again" / "sft.yaml").is_file()
     assert "its run.json cannot be fetched" in recipes("reproduce", "me/nothing", code=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault(cut="before"), "the connection to the Hub failed (ReadError)\n    run the same command again"),
+        (Fault(200, {"Content-Length": "5"}, b"{"), "the connection to the Hub failed (RemoteProtocolError)\n    run"),
+        (Fault(403), "the Hub answers 403\n    take a token that may read it"),
+    ],
+    ids=["reset", "truncated", "forbidden"],
+)
+def test_failed_download_has_its_reason(hub, run, tmp_path, monkeypatch, recipes, pauses, fault, words):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.add("me/mine", private=True, files={"run.json": b"{}"})
+    hub.sabotage = lambda kind: fault
+    assert words in recipes("reproduce", "me/mine", code=2)
 
 
 @pytest.mark.parametrize(

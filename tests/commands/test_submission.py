@@ -74,14 +74,16 @@ STOPPED = "kill -USR1 $(cut -d ' ' -f 4 /proc/$PPID/stat); exec sleep 60"
 
 
 @pytest.mark.parametrize(
-    ("program", "is_requeued"), [(STOPPED, True), ("exit 75", True), ("exit 4", True), ("exit 1", False)]
+    ("program", "code"),
+    # As after scancel, the fourth.
+    [(STOPPED, 0), ("exit 75", 0), ("exit 4", 0), (STOPPED.replace("USR1", "TERM"), 75), ("exit 1", 1)],
 )
-def test_stage_that_does_not_train_is_requeued_if_it_was_stopped(cluster, install, program, is_requeued) -> None:
+def test_stage_that_does_not_train_is_requeued_if_it_was_stopped(cluster, install, program, code) -> None:
     install({"scontrol": '#!/bin/bash\necho "scontrol $*" >> "$SLURM/calls"\n'})
     cluster.pipeline.write_text(json.dumps({"stages": {"one": {"run": ["bash", "-c", program]}}}))
     cluster.run()
-    assert cluster.read_calls()[1:] == (["scontrol requeue 1"] if is_requeued else [])
-    assert (cluster.folder / "1").read_text() == ("0\n" if is_requeued else "1\n")
+    assert cluster.read_calls()[1:] == ([] if code else ["scontrol requeue 1"])
+    assert (cluster.folder / "1").read_text() == f"{code}\n"
     assert "unbound" not in (cluster.folder / "1.log").read_text()
 
 

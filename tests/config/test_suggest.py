@@ -40,6 +40,8 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("stage: sft", "name of the recipe", "run recipes/sft.py"),
         # Of several machines, the others saved checkpoints without weights, and failed at the end.
         ("save_on_each_node: true", "on every machine", "delete the line"),
+        # As a flag by the launcher of DeepSpeed.
+        ("local_rank: 0", "set by the launcher", "start by `recipes launch` or torchrun"),
         ("dataset_dir: data", "is not supported", "write `dataset_name: "),
         ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
         ("strategy: ddp", "hardware", "accelerate YAML"),

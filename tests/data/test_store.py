@@ -241,6 +241,12 @@ def test_root_that_is_a_file_is_data_error(tmp_path):
         write(root)
 
 
+def test_root_that_cannot_be_opened_has_remedy(tmp_path):
+    # For the superuser, a name that no file system takes stands for a folder that may not be searched.
+    with pytest.raises(DataError, match="set prepared_dir to another folder"):
+        store.find_set(tmp_path / ("a" * 300), KEY)
+
+
 def test_lock_waiter_continues_after_release(tmp_path):
     events: list[str] = []
 

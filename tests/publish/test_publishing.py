@@ -68,7 +68,7 @@ def test_command_publishes_once(hub, run, recipes):
     finish(run)
     output = recipes("publish", run, "--tag", "v1.0")
     assert "publishes to me/mine, private, which will be created" in output
-    assert "published at https://huggingface.co/me/mine: 3 commits" in output
+    assert f"published at {hub.endpoint}/me/mine: 3 commits" in output
     repository = hub.repositories["me/mine"]
     assert set(repository.tags) == {"step-10", "step-20", "v1.0"}
     assert "| eval_loss | 2.0 |" in repository.find("step-20").files["README.md"].decode()

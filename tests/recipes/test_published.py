@@ -56,7 +56,7 @@ def test_published_adapter_checkpoints_load_from_hub(hub, tiny_model_dir, tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "publishes to me/mine, private, which will be created" in done.stderr
-    assert "published at https://huggingface.co/me/mine: 3 commits\n" in done.stderr
+    assert f"published at {hub.endpoint}/me/mine: 3 commits\n" in done.stderr
 
     repository = hub.repositories["me/mine"]
     assert set(repository.tags) == {"step-2", "step-4"}

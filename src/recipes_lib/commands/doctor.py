@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import platform
 import shutil
 import subprocess
@@ -236,4 +237,6 @@ def _probe_disk() -> Iterator[Finding]:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         free_gb = shutil.disk_usage(existing).free / 1e9
         detail, remedy = f"{free_gb:.0f} GB free in {folder}", f"free some space, or set {key} to another disk"
+        if not os.access(existing, os.W_OK):
+            free_gb, detail, remedy = 0, f"{folder} cannot be written by this user", f"set {key} to another folder"
         yield _judge(name, "" if free_gb >= MIN_FREE_GB else detail, detail, remedy)

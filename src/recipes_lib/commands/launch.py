@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +48,8 @@ from recipes_lib.training.layouts.launch_environment import (
 
 PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
+_COUNTS: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES")
+"""Variables of PyTorchJobs without torchrun's, mpirun and SkyPilot: how many of this command they have started."""
 _CAUSES: Final = (EXIT_USER, EXIT_DIVERGED, EXIT_STALLED)
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
@@ -97,6 +99,16 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
     return Machines()
 
 
+def _verify_single_machine(environment: Mapping[str, str]) -> None:
+    """Raise if there are more of this command, none of which knows the others."""
+    # A launcher of one pod counts its processes in WORLD_SIZE.
+    for name in _COUNTS if "PET_NNODES" not in environment else ():
+        if (count := environment.get(name, "")).isdecimal() and int(count) > 1:
+            found = f"is {count}: as many of this command have been started, and each would train a separate model"
+            remedy = "write --num_machines, --machine_rank and --main_process_ip, or --num_machines 1 for one each"
+            raise ConfigError(Problem(name, found, remedy))
+
+
 def find_first_host(nodes: str) -> str:
     """Return the first host of SLURM's node list: ``gpu-017`` for ``gpu-[017-020,031],login``."""
     name, _, rest = nodes.partition("[")
@@ -127,15 +139,16 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         found = f"SLURM has started {tasks} tasks on a node, and each would start one process per GPU"
         raise ConfigError(Problem("recipes launch", found, remedy))
+    # Derived from the job id, because two jobs may share a node.
+    port = 20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000
     if num_nodes == 1:
-        return Machines(source="SLURM, one node")
+        return Machines(main_process_port=port, source="SLURM, one node")
     nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
     return Machines(
         num_nodes,
         _read_number(environment, "SLURM_NODEID", 0),
         find_first_host(nodes),
-        # Derived from the job id, because two jobs may share a node.
-        20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000,
+        port,
         f"SLURM, {num_nodes} nodes",
     )
 
@@ -157,6 +170,9 @@ def main(argv: Sequence[str]) -> int:
     config = parse_command(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
     file, document = _read_hardware(options, machines)
+    port = options.main_process_port or document.get("main_process_port")
+    if machines.main_process_port == PORT and isinstance(port, int):
+        machines = replace(machines, main_process_port=port)
     given = options.num_processes
     num_processes = _count_processes(file, document, machines, options.dry_run) if given is None else given
     if num_processes % machines.num_machines:
@@ -320,13 +336,16 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     """Return the detected machines, with the values of the flags.
 
     Raises:
-        ConfigError: Several machines without --machine_rank and --main_process_ip, or a rank out of range.
+        ConfigError: Several machines without --machine_rank and --main_process_ip, or a rank out of range; or another
+            program has started this command on several, without --num_machines.
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     fields = {name: given.get(name, getattr(detected, name)) for name in names}
     source = f"{fields['num_machines']} machines (flags)" if "num_machines" in given else detected.source
     machines = Machines(**fields, source=source)
+    if detected == Machines() and "num_machines" not in given:
+        _verify_single_machine(read_environment())
     # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
     lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
     if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):

@@ -17,9 +17,10 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.paths import REFERENCES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
-from recipes_lib.environment import read_git_commit, read_versions
+from recipes_lib.environment import explain_refusal_of_hub, read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
 from recipes_lib.files import Fields, explain_write_errors, read_record
+from recipes_lib.shipped import RECIPES, find_shipped
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""
@@ -67,8 +68,11 @@ def main(argv: Sequence[str]) -> None:
         found = f"a step had {before:,} rows, and has {rows:,} in data parallelism alone"
         sys.stdout.write(f"differs: {found}: start it by `recipes launch`, with the launch file of the run\n")
     launcher = "python" if record["num_processes"] == 1 else f"torchrun --nproc_per_node {record['num_processes']}"
-    sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} -e .\n")
-    sys.stdout.write(f"same run:       {launcher} recipes/{recipe}.py --config {shlex.quote(str(config_file))}\n")
+    script = find_shipped(RECIPES / f"{recipe}.py")
+    # Outside of a clone, the recipe is that of the installed package.
+    package = "recipes-lib" if script.is_absolute() else "-e ."
+    sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} {package}\n")
+    sys.stdout.write(f"same run:       {launcher} {shlex.join([str(script), '--config', str(config_file)])}\n")
 
 
 def runs_code(key: str, value: Any) -> bool:
@@ -119,7 +123,7 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
         name = str(entry.get("name") or "")
         # One slash: probably a Hub id.
         is_on_hub = name.count("/") == 1
-        if name and not is_on_hub and not Path(name).exists():
+        if name and not is_on_hub and not find_shipped(Path(name)).exists():
             yield f"{key}: {name} was a file or folder of the machine that trained; put it here"
         elif is_on_hub and key in datasets and not entry.get("revision"):
             yield f"{key}: {name} was not pinned by a revision; its rows may have changed"
@@ -197,12 +201,13 @@ def _is_version(name: str, version: Any) -> bool:
 
 def _fetch(repository: str, revision: str | None) -> Path:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    from recipes_lib.publish.access import NO_ANSWER
 
     try:
         return Path(HfApi().hf_hub_download(repository, "run.json", revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        is_away = isinstance(error, LocalEntryNotFoundError)
-        words = "the Hub is out of reach" if is_away else str(error).strip().partition("\n")[0]
-        found = f"its run.json cannot be fetched: {words}"
-        raise ConfigError(Problem(repository, found, "check name, network and login")) from error
+    except (NO_ANSWER, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        otherwise = str(error).strip().partition("\n")[0], "check name, network and login"
+        found, remedy = explain_refusal_of_hub(error) or otherwise
+        raise ConfigError(Problem(repository, f"its run.json cannot be fetched: {found}", remedy)) from error

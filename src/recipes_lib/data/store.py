@@ -115,6 +115,9 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
         root: Folder of prepared sets.
         key: Key from ``compute_key``.
         check_bytes: Whether to verify the SHA-256 of all files in addition to their sizes.
+
+    Raises:
+        DataError: The folder cannot be opened.
     """
     path = _set_path(root, key)
     try:
@@ -123,8 +126,9 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
         files = complete["files"].items()
         intact = complete["key"] == key and all(_is_intact(path / name, entry, check_bytes) for name, entry in files)
     except (DataError, OSError, ValueError, KeyError, TypeError):
-        if not path.exists():
-            return None
+        with explain_disk_errors(root):  # As for a folder in the home of another user.
+            if not path.exists():
+                return None
         intact = False
     if not intact:
         # Once, since processes that wait for the new set look for it twice a second.

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
@@ -373,7 +373,7 @@ def main(argv: Sequence[str]) -> None:
 def describe_commits(target: Target, num_commits: int) -> str:
     """Return a line with the URL of the model and the number of commits."""
     branch = "" if target.branch == DEFAULT_BRANCH else f"/tree/{target.branch}"
-    return f"published at https://huggingface.co/{target.repository}{branch}: {pluralize(num_commits, 'commit')}"
+    return f"published at {constants.ENDPOINT}/{target.repository}{branch}: {pluralize(num_commits, 'commit')}"
 
 
 def _read_time(folder: Path) -> int:

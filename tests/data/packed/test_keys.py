@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.publish.hub_server import Fault
 
 from recipes_lib.config.schema import DataConfig, TokensConfig
 from recipes_lib.data.packed import encoding
@@ -143,6 +144,21 @@ def test_missing_tokenizer_is_located_error(build_config, option, name):
     with pytest.raises(ConfigError, match=r"sft.yaml:7") as raised:
         find_tokenizer_folder(config)
     assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault(cut="before"), "the connection to the Hub failed .ReadError.\n    run the same command again"),
+        (Fault(429), "the Hub answers 429\n    too many requests"),
+    ],
+    ids=["reset", "too many requests"],
+)
+def test_failed_download_of_tokenizer_has_its_reason(build_config, hub, pauses, monkeypatch, tmp_path, fault, words):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.sabotage = lambda kind: fault
+    with pytest.raises(ConfigError, match=words):
+        find_tokenizer_folder(build_config(model_name_or_path="me/mine"))
 
 
 def test_byte_order_mark_is_no_part_of_the_template(build_config, tmp_path):

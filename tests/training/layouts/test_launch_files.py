@@ -222,6 +222,7 @@ def test_malformed_launch_file_is_refused(text: str, words: str, tmp_path: Path)
         ("MULTI_CPU", "take accelerate_configs/cpu_ddp.yaml"),
         ("fsdp", "did you mean FSDP"),
         ("XLA", "write one of NO, MULTI_GPU"),
+        ("None", "did you mean NO"),
     ],
 )
 def test_unsupported_distributed_type_is_refused(kind: str, remedy: str, tmp_path: Path) -> None:
@@ -231,14 +232,17 @@ def test_unsupported_distributed_type_is_refused(kind: str, remedy: str, tmp_pat
         read_launch_file(file)
 
 
-@pytest.mark.parametrize(("kind", "is_valid"), [("NO", False), ("no", False), ("", False), ("'NO'", True)])
-def test_unquoted_distributed_type_no_is_refused(kind: str, is_valid: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["distributed_type", "mixed_precision"])
+@pytest.mark.parametrize(("value", "is_valid"), [("NO", False), ("no", False), ("'NO'", True)])
+def test_unquoted_no_is_refused(name: str, value: str, is_valid: bool, tmp_path: Path) -> None:
+    """accelerate ends with a traceback at a precision of false."""
     file = tmp_path / "mine.yaml"
-    file.write_text(f"distributed_type: {kind}\n")
+    other = "mixed_precision: bf16" if name == "distributed_type" else "distributed_type: MULTI_GPU"
+    file.write_text(f"{name}: {value}\n{other}\n")
     if is_valid:
         assert read_launch(name_variables(read_launch_file(file))).engine == ""
     else:
-        with pytest.raises(ConfigError, match=r"mine\.yaml: distributed_type: .*\s+quote it: distributed_type: 'NO'"):
+        with pytest.raises(ConfigError, match=rf"mine\.yaml: {name}: .*\s+quote it: {name}: 'NO'"):
             read_launch_file(file)
 
 
@@ -256,6 +260,14 @@ def test_several_processes_of_a_file_for_one_are_refused(count: int, given: int 
     with pytest.raises(ConfigError, match=r"mine\.yaml is for one process, not for 2\s+for one, use `--num_proc"):
         plan_launch(file, given)
     assert plan_launch(file, 1).world_size == 1
+
+
+def test_values_of_none_are_read_as_by_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.yaml"
+    keys = dict.fromkeys(("offload_optimizer_device", "gradient_clipping", "gradient_accumulation_steps"))
+    file.write_text(yaml.safe_dump(DEEPSPEED | {"mixed_precision": None, "deepspeed_config": keys | {"zero_stage": 3}}))
+    compare(file, monkeypatch)
+    assert not plan_launch(file).layout.offloads_optimizer
 
 
 def test_empty_sections_are_ignored(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-{#- Ends by an exit code that the record of the run decides: that of a killed launcher says less. A pipeline reports its
-stages itself. -#}
+{#- Ends by an exit code that the record of the run decides, if this job has written one: that of a killed launcher says
+less. A pipeline reports its stages itself. -#}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 {% if output_dir %}
 {% set record = (output_dir ~ "/run.json") | quote %}
@@ -15,7 +15,7 @@ wait "$job"
 code=$?
 {% if output_dir %}
 [ "$code" != {{ exit_done }} ] || exit {{ exit_done }}
-[ "$(stat -c %y {{ record }} 2>/dev/null)" != "$before" ] || exit {{ exit_bug }}
+[ "$(stat -c %y {{ record }} 2>/dev/null)" != "$before" ] || exit "$code"
 if grep -qE '{{ resumable }}' {{ record }}; then exit {{ exit_preempted }}; fi
 if grep -qE '{{ final }}' {{ record }}; then exit {{ exit_user }}; fi
 exit {{ exit_bug }}

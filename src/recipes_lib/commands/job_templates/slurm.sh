@@ -30,11 +30,15 @@ mkdir -p "$output_dir"
 rm -f "$output_dir/STOP"
 written() { stat -c %y "$output_dir/run.json" 2>/dev/null; }
 before=$(written)
-trap 'touch "$output_dir/STOP"' USR1 TERM
+stop() { touch "$output_dir/STOP"; }
 {% else %}
 # `recipes run` passes it on to its stage.
-trap 'kill -TERM $(jobs -p)' USR1 TERM
+stop() { kill -TERM $(jobs -p); }
 {% endif %}
+# A cancelled job stays cancelled; SIGTERM after SIGUSR1 is the time limit.
+signal=
+trap 'signal=${signal:-USR1}; stop' USR1
+trap 'signal=${signal:-TERM}; stop' TERM
 
 {{ (starter + command) | join_words }} &
 job=$!
@@ -46,9 +50,9 @@ code=$?
 
 {% if output_dir %}
 # The status that the run has recorded decides, not the exit code of srun. An unchanged record is of an earlier job.
-if [ "$(written)" != "$before" ] && grep -qE '{{ resumable }}' "$output_dir/run.json"; then
+if [ "$signal" != TERM ] && [ "$(written)" != "$before" ] && grep -qE '{{ resumable }}' "$output_dir/run.json"; then
 {% else %}
-if [ "$code" = {{ exit_preempted }} ] || [ "$code" = {{ exit_stalled }} ]; then
+if [ "$signal" != TERM ] && { [ "$code" = {{ exit_preempted }} ] || [ "$code" = {{ exit_stalled }} ]; }; then
 {% endif %}
     scontrol requeue "$SLURM_JOB_ID"
     code=$?

@@ -31,6 +31,7 @@ from recipes_lib.data.sources.rows import BrokenRows, Row, Source, encode_valid
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
 from recipes_lib.data.workers import map_in_order
+from recipes_lib.environment import explain_refusal_of_hub
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import hash_file, read_text
 from recipes_lib.shipped import find_shipped
@@ -411,15 +412,19 @@ def read_chat_template(config: RecipeConfig) -> str | None:
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     from huggingface_hub import snapshot_download  # Slow to import, and not needed for a local tokenizer.
+    from huggingface_hub.errors import HfHubHTTPError
 
+    no_answer: type[Exception] = HfHubHTTPError.__bases__[0]  # The base error of the HTTP library.
     is_models = option == "model_name_or_path"
     revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
     try:
         patterns = [*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # Invalid repository id, no such repository, or offline and not cached.
-        found = f"no folder and no Hub model {name!r}: {str(error).splitlines()[0]}"
-        raise ConfigError(Problem(config.locate(option), found, "check the name")) from error
+    # Invalid repository id, no such repository, or offline and not cached.
+    except (no_answer, OSError, ValueError) as error:
+        refusal = explain_refusal_of_hub(error)
+        found, remedy = refusal or (f"no folder or Hub model {name!r}: {str(error).splitlines()[0]}", "check the name")
+        raise ConfigError(Problem(config.locate(option), found, remedy)) from error
 
 
 def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -505,10 +505,11 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is not a launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
-    if not isinstance(document["distributed_type"], str):
-        found = f"{document['distributed_type']!r} is not a string: without quotes YAML takes NO for false"
-        raise ConfigError(Problem(f"{path}: distributed_type", found, "quote it: distributed_type: 'NO'"))
-    if (kind := document["distributed_type"]) not in _KINDS:
+    for name in ("distributed_type", "mixed_precision"):
+        if isinstance(document.get(name), bool):
+            found = f"{document[name]!r} is not a string: without quotes YAML takes NO for false"
+            raise ConfigError(Problem(f"{path}: {name}", found, f"quote it: {name}: 'NO'"))
+    if (kind := str(document["distributed_type"])) not in _KINDS:
         remedy = suggest(kind.upper(), _KINDS[:4], f"write one of {', '.join(_KINDS[:4])}", "{}")
         remedy = f"take {LAUNCH_FILES}/cpu_ddp.yaml" if kind == "MULTI_CPU" else remedy
         raise ConfigError(Problem(f"{path}: distributed_type", f"{kind!r} is not supported", remedy))
@@ -568,7 +569,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
         given = {str(name).removeprefix("fsdp_"): value for name, value in (document.get("fsdp_config") or {}).items()}
         variables |= {f"FSDP_{name.upper()}": value for name, value in given.items()}
     if kind == "DEEPSPEED":
-        given = document.get("deepspeed_config") or {}
+        given = {name: value for name, value in (document.get("deepspeed_config") or {}).items() if value is not None}
         variables |= {variable: given[name] for name, variable in _DEEPSPEED_VARIABLES.items() if name in given}
     variables |= {str(name).upper(): value for name, value in (document.get("parallelism_config") or {}).items()}
     return {name: str(value) for name, value in variables.items()}
