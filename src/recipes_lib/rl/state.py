@@ -13,7 +13,7 @@ import torch
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import inherit_read_permission, read_record
+from recipes_lib.files import fsync, inherit_read_permission, read_record
 from recipes_lib.models.adapters.roles import drop_scorers
 from recipes_lib.models.heads.scoring import RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import ActorCritic
@@ -164,3 +164,4 @@ def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
         inherit_read_permission(file)
+        fsync(file)
