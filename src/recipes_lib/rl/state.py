@@ -158,6 +158,8 @@ def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     weights = gather_trained_state(critic)
     if not is_main:
         return
+    for leftover in folder.glob(".tmp*"):  # The weights of a killed process, as safetensors 0.8 names unfinished files.
+        leftover.unlink()
     bias = float(weights.pop("score.bias", 0.0))
     store_reward_statistics(critic, RewardStatistics(mean=-bias, std=1.0))
     critic.save_pretrained(folder, state_dict=weights)
