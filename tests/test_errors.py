@@ -140,6 +140,10 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.EBUSY, "Device or resource busy", "out/_saving"), "out/_saving: another process uses it, or"),
         (OSError(errno.ENOTEMPTY, "Directory not empty", "out/checkpoint-9"), "out/checkpoint-9: another process uses"),
         (OSError(errno.ESTALE, "Stale file handle", "a.jsonl"), "a.jsonl: its disk or network file system fails: [Er"),
+        *(
+            (OSError(code, reason, "out/a.pt"), f"out/a.pt: its disk or network file system fails: [Errno {code}]")
+            for code, reason in ((117, "Structure needs cleaning"), (121, "Remote I/O error"), (112, "Host is down"))
+        ),
         (RuntimeError("I/O error: Input/output error (os error 5)"), "output: its disk or network file system"),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/s3/out"), "/mnt/s3/out: its network"),
         (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "out/_saving"), "out/_saving: its network file"),

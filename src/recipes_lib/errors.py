@@ -97,7 +97,7 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "the disk is full",
         f"free space or inodes (`df -h`, `df -i`) and {_RESUMES}; `recipes check` shows what training will write",
     ),
-    "Input/output error|Stale file handle|disk I/O error": (
+    "Input/output error|Remote I/O error|disk I/O error|Stale file handle|Structure needs cleaning|Host is down": (
         None,
         "its disk or network file system fails",
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",

@@ -1,5 +1,7 @@
 """Verification of saved weights by reloading them."""
 
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,19 @@ def test_verify_weights_names_damaged_tensor(saved, damage, words):
     damage(folder)
     with pytest.raises(BrokenSaveError, match=words):
         verify_weights(folder, read_shapes(model))
+
+
+def test_file_that_the_system_cannot_open_is_no_broken_save(saved):
+    model, folder = saved
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(folder, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            verify_weights(folder, read_shapes(model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_verify_weights_counts_parameters(saved):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -172,6 +173,20 @@ def test_interrupted_export_is_repeated(trained):
     export_model(trainer, folder)
     assert (moved / "rag.jinja").read_text() == "{{ messages }}"
     assert not (folder / UNVERIFIED).exists()
+
+
+def test_model_is_on_the_disk_before_its_name(trained, monkeypatch):
+    """Otherwise a power cut after the end could leave a run that counts as done with an empty model."""
+    trainer, folder = trained
+    events = []
+    monkeypatch.setattr(finishing, "fsync", lambda path: events.append(("fsync", path.name)))
+    replace = Path.replace
+    monkeypatch.setattr(
+        Path, "replace", lambda path, target: (events.append(("rename", path.name)), replace(path, target))[1]
+    )
+    export_model(trainer, folder)
+    at = events.index(("rename", "model.safetensors"))
+    assert events[at - 1] == ("fsync", "model.safetensors")
 
 
 def test_export_without_record_writes_no_card(trained):

@@ -58,8 +58,15 @@ def saved(load, tmp_path):
     critic = models.critic
     nn.init.normal_(critic.score.weight)
     critic.score.bias = nn.Parameter(torch.full((1,), 0.75))
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / ".tmpVRU6HF").write_bytes(b"unfinished weights of a killed process")
     save_critic(critic, tokenizer, tmp_path / "critic")
     return tmp_path / "critic", read_values(critic)
+
+
+def test_saved_critic_has_no_unfinished_file(saved):
+    folder, _ = saved
+    assert not list(folder.glob(".*"))
 
 
 def test_saved_critic_initialises_critic_of_another_run(saved, load):

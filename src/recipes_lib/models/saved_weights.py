@@ -49,6 +49,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
     Raises:
         BrokenSaveError: A file or a tensor is missing, or a tensor has another shape, is empty or not finite; the
             message lists them all.
+        OSError: The system cannot open a file, as with too many open files or a failing disk.
     """
     try:
         names = _list_files(folder, weights)
@@ -60,6 +61,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
     num_parameters = 0
     for file in names:
         try:
+            (folder / file).open("rb").close()  # safetensors 0.8 says of any failure that there is no such file.
             with safe_open(folder / file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     tensor = tensors.get_tensor(name)
@@ -69,7 +71,7 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
                     faults += [f"{name} {fault}"] if fault else []
         except FileNotFoundError:
             unread.append(f"{file} is missing")
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
             unread.append(f"{file} cannot be opened again: {error}")
     # Compared with the files rather than the index, which can name tensors that no file has. Those of a file that is
     # not read are missing for this reason.

@@ -21,7 +21,7 @@ from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, list_first
-from recipes_lib.files import find_record, inherit_read_permission, read_record
+from recipes_lib.files import find_record, fsync, inherit_read_permission, read_record
 from recipes_lib.models.adapters.lora import load_adapter, load_fresh_base, read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, convert_to_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
@@ -131,6 +131,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             # Deletes a folder, such as that of chat templates, from an interrupted export: rename would not replace it.
             shutil.rmtree(folder / path.name, ignore_errors=True)
             inherit_read_permission(path)
+            fsync(path)  # Before the run counts as done: a power cut must not leave the names without the model.
             path.replace(folder / path.name)
         staging.rmdir()
         try:

@@ -372,13 +372,24 @@ def test_files_inherit_read_permission_of_folder(tiny_model_dir, tmp_path):
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
 
 
-@pytest.mark.parametrize("deleted", ["folder", "file"])
-def test_missing_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, deleted):
+def flip_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("fault", ["folder deleted", "file deleted", "bit flipped"])
+def test_missing_or_damaged_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, fault):
     trainer, recorder = make_evaluated_trainer(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
     last, best = {}, tmp_path / "checkpoint-2"
-    remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[deleted]
+    file = best / "model.safetensors"
+    damage = {
+        "folder deleted": lambda: shutil.rmtree(best),
+        "file deleted": file.unlink,
+        "bit flipped": lambda: flip_bit(file),
+    }[fault]
     # On a slow disk, the checkpoint of step 2 is still being written.
-    trainer.add_callback(CallAtStep(4, lambda: (trainer.finish_saving(), remove(), last.update(weights_of(trainer)))))
+    trainer.add_callback(CallAtStep(4, lambda: (trainer.finish_saving(), damage(), last.update(weights_of(trainer)))))
     trainer.train()
     assert_equal_weights(weights_of(trainer), last)
     assert trainer.state.best_model_checkpoint is None

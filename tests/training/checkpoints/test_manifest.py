@@ -99,6 +99,17 @@ def test_checkpoints_are_sorted_by_number(tmp_path):
     assert find_last_complete(tmp_path) == newest
 
 
+def test_folder_that_cannot_be_listed_is_not_one_without_checkpoints(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    make_checkpoint(tmp_path, 3)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(PermissionError):
+        find_last_complete(tmp_path)
+
+
 def test_find_last_complete_without_checkpoint(tmp_path):
     assert find_last_complete(tmp_path) is None
     assert find_last_complete(tmp_path / "absent") is None

@@ -48,7 +48,7 @@ def test_second_rollback_is_numbered_after_first():
     assert find_skips([FIRST, SECOND]).ranges == ((50, 58), (66, 74))
 
 
-def test_find_step_before_skips_recent_and_incomplete(tmp_path):
+def test_find_step_before_skips_recent_incomplete_and_damaged(tmp_path):
     for step in (10, 20, 25, 26):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "weights").write_bytes(b"1")
@@ -58,3 +58,5 @@ def test_find_step_before_skips_recent_and_incomplete(tmp_path):
     assert find_step_before(tmp_path, 27) == 25
     assert find_step_before(tmp_path, 24) == 10
     assert find_step_before(tmp_path, 11) is None
+    (tmp_path / "checkpoint-25" / "weights").write_bytes(b"2")  # Of the recorded size.
+    assert find_step_before(tmp_path, 27) == 10

@@ -21,12 +21,12 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.files import inherit_read_permission
 from recipes_lib.models.inference import temporarily
 from recipes_lib.planning.schedule import compute_warmup_steps
-from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
+from recipes_lib.training.checkpoints.manifest import STAGING, find_damage
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
 from recipes_lib.training.checkpoints.sharded import Trained
-from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.collectives import compute_on_main
 from recipes_lib.training.guards.preemption import read_evaluation, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import sharding
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
@@ -341,8 +341,8 @@ class CheckpointingTrainer(Trainer):
         if self.args.load_best_model_at_end and self.state.best_global_step is not None:
             # By the step: transformers 5.23 forgets the path if output_dir was moved since it was saved.
             # transformers 5.23 only warns if the folder is gone, and would export the last weights as the best ones.
-            # Loading is collective, so rank 0 decides for all ranks.
-            fault = broadcast_object(find_wrong_size(self._best_checkpoint))
+            # With hashes: the export is compared only with what is loaded here. Loading is collective: rank 0 decides.
+            fault = compute_on_main(partial(find_damage, self._best_checkpoint))
             if fault is not None:
                 self._tell(f"the best weights, {self._best_checkpoint.name}, cannot be loaded: {fault}")
             self.state.best_model_checkpoint = None if fault else str(self._best_checkpoint)

@@ -223,9 +223,9 @@ def find_unreadable(checkpoint: Path) -> Problem | None:
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Return step and folder of every checkpoint, complete or not, in descending order of steps."""
-    numbered = [
-        (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
-    ]
+    # Not ``glob``, for which a folder that cannot be listed is empty: a run would begin again at step 0.
+    paths = output_dir.iterdir() if output_dir.is_dir() else ()
+    numbered = [(int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return sorted(numbered, reverse=True)
 
 

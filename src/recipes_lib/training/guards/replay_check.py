@@ -16,7 +16,7 @@ from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import DataError, DivergedError, Problem
 from recipes_lib.files import read_json, replace_record
 from recipes_lib.models.inference import save_random_states
-from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
+from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.step_facts import StepInputs, TrainerView
 from recipes_lib.training.layouts.fsdp import get_local
@@ -86,16 +86,14 @@ def _restore(record: Any) -> Rollback:
 
 
 def find_step_before(output_dir: Path, spike_step: int) -> int | None:
-    """Return the step of the newest complete checkpoint at least ``MARGIN`` steps before a spike; ``None`` if none is.
+    """Return the step of the newest undamaged checkpoint at least ``MARGIN`` steps before a spike; ``None`` if none is.
 
     Args:
         output_dir: Output directory of the run.
         spike_step: Step of the spike, from 1.
     """
-    eligible = (
-        step for step, path in list_checkpoints(output_dir) if step <= spike_step - MARGIN and is_complete(path)
-    )
-    return next(eligible, None)
+    earlier = ((step, path) for step, path in list_checkpoints(output_dir) if step <= spike_step - MARGIN)
+    return next((step for step, path in earlier if find_damage(path) is None), None)
 
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,6 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import supersede
-from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.collectives import compute_on_main
 from recipes_lib.training.guards.replay_check import (
     ROLLBACKS_FILE,
     STEPS_AFTER,
@@ -274,7 +275,7 @@ class StepGuard(TrainerCallback):
             # The newest checkpoint before the spike may still be in the writer thread.
             self._trainer.finish_saving()
             # Rank 0 decides: on network file systems other machines may see the folder later.
-            back_to = broadcast_object(find_step_before(self._output_dir, step))
+            back_to = compute_on_main(partial(find_step_before, self._output_dir, step))
             if back_to is not None:
                 raise _SpikedError(self._plan(step, str(spike), back_to))
         if not self._is_in_spike:
