@@ -77,6 +77,16 @@ SAME: dict[str, Callable[[], tuple[Row, Row]]] = {
         Row(where="a row 0", messages=[{"content": "é", "role": "user"}]),
     ),
     "prompt length": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", num_prompt_messages=1)),
+    "time and number of a turn": lambda: (
+        chat("Hi", "Hello"),
+        Row(
+            where="a row 0",
+            messages=[
+                {"role": "user", "content": "Hi", "timestamp": "2023-04-09", "turn_identifier": 1},
+                {"role": "assistant", "content": "Hello", "header": {"accept-language": "en"}},
+            ],
+        ),
+    ),
     "template variables": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", template_kwargs={"enable_thinking": True})),
 }
 DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
@@ -88,6 +98,10 @@ DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
         Row(where="a row 0", prompt="a", completion="bc"),
     ),
     "field": lambda: (Row(where="a row 0", text="a"), Row(where="a row 0", completion="a")),
+    "reasoning": lambda: (
+        Row(where="a row 0", messages=[{"role": "assistant", "content": "a", "reasoning_content": "b"}]),
+        Row(where="a row 0", messages=[{"role": "assistant", "content": "a", "reasoning_content": "c"}]),
+    ),
     "tools": lambda: (chat("a", "b"), chat("a", "b", tools=[{"name": "f"}])),
     "rejected": lambda: (chat("a", "b", rejected="c"), chat("a", "b", rejected="d")),
 }
@@ -110,7 +124,7 @@ def test_digest_of_unwritable_row_names_it() -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
-    for extra in ({"extra": deep}, {"\ud83d": 1}):
+    for extra in ({"tool_calls": deep}, {"name": "\ud83d"}):
         row = Row(messages=[{"role": "user", "content": "a", **extra}], where="d.jsonl:7")
         with pytest.raises(DataError, match=r"d\.jsonl:7: the row cannot be written as JSON: "):
             compute_row_digest(row)
