@@ -54,6 +54,14 @@ def test_split_jsonl_file_yields_every_line_once(tmp_path, task_bytes):
     assert task_bytes > path.stat().st_size or len(parts) > 1
 
 
+def test_range_that_begins_with_a_list_loses_no_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + '[1]\n{"text": "two"}\n' * 50)
+    parts = list(split_source(load_source(str(tmp_path / "a.jsonl")), "a", 40))
+    found = [entry for part in parts for entry in part.source.rows()]
+    assert len(parts) > 10
+    assert [isinstance(entry, Problem) for entry in found] == [False, *[True, False] * 50]
+
+
 @pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
 def test_split_parquet_file_yields_every_row_once_with_stable_ids(tmp_path, task_bytes):
     path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]

@@ -34,7 +34,7 @@ from recipes_lib.data.sources.local_files import (
     list_files,
 )
 from recipes_lib.data.sources.messages import TRAIN
-from recipes_lib.data.sources.readers import read_parquet
+from recipes_lib.data.sources.readers import enumerate_lines, read_json_lines, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem, ReadFailedError
 from recipes_lib.files import count_bytes
@@ -100,8 +100,8 @@ class FileRange:
             if self.path.suffix == _PARQUET:
                 yield from read_parquet(file, self.name, range(self.start, self.stop))
                 return
-            lines = file.get_stream(self.start, self.stop - self.start)
-            yield from READERS[".jsonl"](io.BufferedReader(lines, 1 << 20), self.name)
+            lines = io.BufferedReader(file.get_stream(self.start, self.stop - self.start), 1 << 20)
+            yield from read_json_lines(enumerate_lines(lines, self.name), self.name)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the file's digest and the range."""
