@@ -418,3 +418,21 @@ def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_
     assert column not in row_format.ignored
     row = canonicalize(RawRow("d:2", 2, {**question, column: "Be brief."}), row_format)
     assert row.messages == [SYSTEM, USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"input": "What is 2 + 2?", "output": "4", "instruction": None}, {"instruction": "Answer in French."}),
+        ({"instruction": "What is 2 + 2?", "completion": "4"}, {"input": "x = 2"}),
+        ({"answer": None, "problem": "What is 2 + 2?", "solution": "4"}, {"answer": "four"}),
+        ({"problem": "What is 2 + 2?", "solution": "4", "answer": None}, {"answer": "four"}),
+    ],
+)
+def test_second_question_or_answer_that_the_first_row_lacks_is_refused(
+    first: dict[str, Any], later: dict[str, Any]
+) -> None:
+    row_format = detect_format(RawRow("d:1", 1, first))
+    assert canonicalize(RawRow("d:1", 1, first), row_format).messages == [USER, ANSWER]
+    with pytest.raises(DataError, match=r"d:2: .* and another column may each be `(question|answer)`"):
+        canonicalize(RawRow("d:2", 2, first | later), row_format)
