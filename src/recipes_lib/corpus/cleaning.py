@@ -295,7 +295,7 @@ def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None 
     if is_text and config.extract != "off":
         steps.append(Extract(config.extract_seconds))
     if is_text and config.fix_text != "off":
-        steps.append(FixText())
+        steps.append(FixText(is_code=kind == "code"))
     if kind != "code" and config.language != "off":
         overrides = config.language_thresholds or {}
         model = config.language_model_path
