@@ -402,7 +402,7 @@ def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dic
         _refuse_unread_chat(raw, chosen)
         prompt = _find_prompt(chosen, rejected)
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
-    elif len(str(prompt).split()) > 3 and chosen.startswith(str(prompt)) and rejected.startswith(str(prompt)):
+    elif len(str(prompt)) > 15 and chosen.startswith(str(prompt)) and rejected.startswith(str(prompt)):
         raise RowError("`chosen` and `rejected` repeat the prompt", "hide it: `dataset_columns: {prompt: null}`")
     return {
         "prompt": check_text(prompt, "`prompt`"),
