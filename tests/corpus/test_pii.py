@@ -60,6 +60,7 @@ LEFT = [
         '<package Version="6.0.0.1" />',
         '[assembly: AssemblyFileVersion("1.2.3.4")]',
         "FileVersion: 5.1.2.3",
+        'ObjectIdentifier("2.5.29.17")',
         "Section 3.4.1.2 of RFC 5849",
         "rfc7692#section-7.2.3.1",
         "std::vector",
