@@ -265,6 +265,14 @@ def test_chat_keeps_all_columns(tmp_path, layout):
     assert not {"a", "b", "c"} & set(json.dumps(document.metadata[CHAT]).split('"'))
 
 
+def test_tools_that_the_first_chat_lacks_are_no_metadata(tmp_path):
+    rows = [{"messages": [USER, ANSWER]}, LAYOUTS["messages"] | {"score": 3}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, document = read({"name": str(tmp_path / "chat.jsonl"), "kind": "chat"})[0]
+    assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS["messages"]
+    assert document.metadata.keys() == {CHAT, SOURCE, "score"}
+
+
 @pytest.mark.parametrize(
     ("kind", "row"),
     [("text", LAYOUTS["messages"]), ("web", LAYOUTS["prompt and completion"]), ("chat", {"text": "one"})],

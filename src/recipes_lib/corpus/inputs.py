@@ -376,6 +376,8 @@ def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> 
     if PART_END in json.dumps(columns, ensure_ascii=False):
         found = f"contains the character U+{ord(PART_END):04X}, which is reserved as separator of messages"
         raise DataError(Problem(row.where, found, "remove the character"))
+    # The row that determined the layout may have no `tools`, which are read from this one.
+    metadata = {column: value for column, value in metadata.items() if column not in columns}
     return Document(text=text, id=name, metadata={**metadata, CHAT: emptied})
 
 
