@@ -24,9 +24,9 @@ FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 _ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _DIGEST: Final = np.dtype("S16")
 _CONTENT_KEYS: Final = frozenset(
-    {"role", "content", "name", "tool_calls", "tool_call_id", "tool_plan", "tools", CALLS_AS_TEXT, *REASONING_KEYS}
+    {"role", "content", "name", "tool_calls", "tool_plan", "tools", CALLS_AS_TEXT, *REASONING_KEYS}
 )
-"""Keys of a message that chat templates write."""
+"""Keys of a message that chat templates write, without the identifier of a call, which APIs draw at random."""
 _ROWS_AT_ONCE: Final = 1 << 20
 _MAX_PAIRS: Final = 5
 """Pairs of equal rows that an error names."""
@@ -185,7 +185,11 @@ def refuse_overlap(
 def _select_content(chat: Any) -> Any:
     if chat is None or isinstance(chat, str):
         return chat
-    return [{key: turn[key] for key in turn if key in _CONTENT_KEYS} for turn in chat]
+    turns = [{key: turn[key] for key in turn if key in _CONTENT_KEYS} for turn in chat]
+    for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [call["function"] for call in turn["tool_calls"]]
+    return turns
 
 
 def _strip(value: Any) -> Any:
