@@ -146,6 +146,12 @@ def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
         load_source(name)
 
 
+@pytest.mark.parametrize("name", ["https://huggingface.co/datasets/a/b", "s3://a/b.jsonl"])
+def test_address_is_explained(name: str) -> None:
+    with pytest.raises(DataError, match=r"URLs are not read: .* of the Hub is `owner/name`"):
+        load_source(name)
+
+
 @pytest.mark.parametrize("name", ["", " ", "a" * 5000, "a\0b"])
 def test_invalid_name_is_error(name: str) -> None:
     with pytest.raises(DataError):

@@ -293,5 +293,6 @@ def _refuse_missing_path(path: Path, name: str) -> None:
     is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
     if name.strip() and not is_path:
         return
-    remedy = suggest_sibling(str(path)) or f"paths start from {Path.cwd()}"
+    # Not of the path, which has no `://` any more.
+    remedy = suggest_sibling(expand_home(name)) or f"paths start from {Path.cwd()}"
     raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))
