@@ -139,7 +139,11 @@ def test_invalid_local_name_is_explained(tmp_path: Path, name: str, keys: dict[s
 
 
 @pytest.mark.parametrize(
-    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
+    "name",
+    [
+        *("./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"),
+        *("crawl/", "crawl/*.warc.gz", "crawl\\a", "my data"),
+    ],
 )
 def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
