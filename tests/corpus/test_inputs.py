@@ -18,6 +18,7 @@ from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.corpus.documents import CHAT, PART_END, SOURCE, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
@@ -201,6 +202,14 @@ def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypa
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(DataError, match="cannot be read: Permission denied"):
         read({"name": str(tmp_path)})
+
+
+def test_corpus_is_a_source_of_another_one(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", ["one"])
+    out = tmp_path / "corpus"
+    make_corpus(CorpusConfig(sources=[{"name": str(path)}], output_dir=str(out), workers=1))
+    assert (out / "report.html").exists()
+    assert [document.text for document in read({"name": str(out)})[0]] == ["one"]
 
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path):

@@ -179,7 +179,9 @@ def _find_pages(path: Path) -> list[Path]:
     files = [path] if path.is_file() else list_files(path, str(path)) if path.is_dir() else []
     pages: dict[str, Path] = {}  # By real path: a file with several names is read once.
     for file in files:
-        if file.name.lower().endswith((*_HTML, *_WARC)):
+        # Not the report of a corpus, which is beside its data.
+        is_report = file.name == "report.html" and file.with_name("corpus.json").exists()
+        if file.name.lower().endswith((*_HTML, *_WARC)) and not is_report:
             pages.setdefault(realpath(file), file)
     others = [file for file in files if find_suffix(file) in READERS]
     if pages and others:
