@@ -22,7 +22,7 @@ from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.corpus.documents import CHAT, PART_END, SOURCE, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.errors import DataError, Problem, ReadFailedError
+from recipes_lib.errors import ConfigError, DataError, Problem, ReadFailedError
 
 
 def read(entry, raises=False, task_megabytes=1):
@@ -204,12 +204,13 @@ def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypa
         read({"name": str(tmp_path)})
 
 
-def test_corpus_is_a_source_of_another_one(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", ["one"])
-    out = tmp_path / "corpus"
-    make_corpus(CorpusConfig(sources=[{"name": str(path)}], output_dir=str(out), workers=1))
+def test_corpus_is_a_source_of_another_one_and_no_earlier_one_of_itself(tmp_path):
+    sources, out = [{"name": str(write_rows(tmp_path / "a.jsonl", ["one"]))}], tmp_path / "corpus"
+    make_corpus(CorpusConfig(sources=sources, output_dir=str(out), workers=1))
     assert (out / "report.html").exists()
     assert [document.text for document in read({"name": str(out)})[0]] == ["one"]
+    with pytest.raises(ConfigError, match="names the corpus itself"):
+        make_corpus(CorpusConfig(sources=sources, output_dir=str(out), duplicates_of=[str(out)], workers=1))
 
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path):
