@@ -23,6 +23,7 @@ def test_unquoted_off_is_read_as_text(parse):
         (MINIMAL + "language: apply", "lacks its input"),
         (MINIMAL + "language_threshold: 65", "write a number at most 1"),
         (MINIMAL + "language_thresholds: {de: high}", "has `de: high`"),
+        (MINIMAL + "language: apply\nlanguages: [en]\nlanguage_thresholds: {de: 0.5}", "has `de`, and `languages` is"),
         (MINIMAL + "near_duplicates_seed: -1", "write a number at least 0"),
         (MINIMAL + "extract_seconds: 0", "write a number above 0"),
         ("sources: [{name: web.jsonl}]\noutput_dir: ' '\n", "`output_dir` is empty"),

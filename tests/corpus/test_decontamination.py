@@ -69,6 +69,22 @@ def test_paraphrase_and_short_overlap_are_kept(benchmark, text):
     assert decontaminate(benchmark, text)[0] is None
 
 
+@pytest.mark.parametrize("item", ["中华人民共和国", "以上都不对", "กรุงเทพ"])
+def test_phrase_in_a_script_without_spaces_is_no_item(item):
+    """As in the choices of C-Eval: each of its characters counts as a word elsewhere."""
+    index = Index(13)
+    index.add("ceval", item)
+    assert index.find(f"一九四九年，{item}成立。") == []
+    assert index.num_short == {"ceval": 1}
+
+
+def test_item_in_a_script_without_spaces_is_found():
+    index, question = Index(13), "下列关于税法基本原则的表述中，不正确的是，税收法定原则是税法基本原则的核心"
+    index.add("ceval", question)
+    assert index.find(f"问：{question}？")
+    assert index.find("下列关于税法基本原则的表述中，请选择一项") == []
+
+
 def test_index_finds_intersection_of_ngrams():
     random_ = random.Random(0)
     vocabulary = make_text(random_, 25).split()

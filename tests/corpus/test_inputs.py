@@ -18,10 +18,11 @@ from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.corpus.documents import CHAT, PART_END, SOURCE, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Read, count_input_bytes, interleave_rows, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.errors import DataError, Problem, ReadFailedError
+from recipes_lib.errors import ConfigError, DataError, Problem, ReadFailedError
 
 
 def read(entry, raises=False, task_megabytes=1):
@@ -52,6 +53,14 @@ def test_split_jsonl_file_yields_every_line_once(tmp_path, task_bytes):
     assert [document.text for document in read_] == texts
     assert len({document.id for document in read_}) == len(texts)
     assert task_bytes > path.stat().st_size or len(parts) > 1
+
+
+def test_range_that_begins_with_a_list_loses_no_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + '[1]\n{"text": "two"}\n' * 50)
+    parts = list(split_source(load_source(str(tmp_path / "a.jsonl")), "a", 40))
+    found = [entry for part in parts for entry in part.source.rows()]
+    assert len(parts) > 10
+    assert [isinstance(entry, Problem) for entry in found] == [False, *[True, False] * 50]
 
 
 @pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
@@ -195,6 +204,15 @@ def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypa
         read({"name": str(tmp_path)})
 
 
+def test_corpus_is_a_source_of_another_one_and_no_earlier_one_of_itself(tmp_path):
+    sources, out = [{"name": str(write_rows(tmp_path / "a.jsonl", ["one"]))}], tmp_path / "corpus"
+    make_corpus(CorpusConfig(sources=sources, output_dir=str(out), workers=1))
+    assert (out / "report.html").exists()
+    assert [document.text for document in read({"name": str(out)})[0]] == ["one"]
+    with pytest.raises(ConfigError, match="names the corpus itself"):
+        make_corpus(CorpusConfig(sources=sources, output_dir=str(out), duplicates_of=[str(out)], workers=1))
+
+
 def test_folder_of_html_and_other_data_is_refused(tmp_path):
     (tmp_path / "a.html").write_text("<p>one</p>")
     (tmp_path / "README.md").write_text("about")
@@ -255,6 +273,14 @@ def test_chat_keeps_all_columns(tmp_path, layout):
     assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS[layout]
     assert document.metadata["score"] == 3
     assert not {"a", "b", "c"} & set(json.dumps(document.metadata[CHAT]).split('"'))
+
+
+def test_tools_that_the_first_chat_lacks_are_no_metadata(tmp_path):
+    rows = [{"messages": [USER, ANSWER]}, LAYOUTS["messages"] | {"score": 3}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, document = read({"name": str(tmp_path / "chat.jsonl"), "kind": "chat"})[0]
+    assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS["messages"]
+    assert document.metadata.keys() == {CHAT, SOURCE, "score"}
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def test_chats_that_differ_only_in_calls_tools_or_reasoning_are_no_duplicates(tm
     answers = [answer, *({**answer, "tool_calls": [call]} for call in calls)]
     answers += [{**answer, "reasoning_content": make_text(random.Random(1), 50)}]
     chats = [{"messages": [asked, turn]} for turn in answers] + [{"messages": [asked, answer], "tools": calls}]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in 2 * chats))
+    lines = "".join(json.dumps(chat) + "\n" for chat in chats)
+    # The copies have identifiers of their calls, as APIs draw them.
+    lines += lines.replace('"tool_calls": [{', '"tool_calls": [{"id": "call_1", ')
+    (tmp_path / "chat.jsonl").write_text(lines)
     source = {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}
     make_corpus(CorpusConfig(sources=[source], output_dir=str(tmp_path / "out"), workers=1))
     kept = [{name: row[name] for name in ("messages", "tools") if name in row} for row in read_corpus(tmp_path / "out")]

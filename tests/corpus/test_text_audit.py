@@ -88,3 +88,8 @@ def test_audit_reads_at_most_the_sample(monkeypatch):
     monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 10**9)
     monkeypatch.setattr(text_audit, "MAX_BYTES", 1000)
     assert " kB" in audit_texts(endless).facts[0]
+
+
+def test_languages_of_texts_without_spaces_are_counted():
+    chinese = "图书馆早上九点开门，晚上很晚才关门。忘记带借书证的读者必须到服务台询问。"
+    assert count_languages([ENGLISH, chinese, "你好"]) == {"en": 1, "zh": 1}

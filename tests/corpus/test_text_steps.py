@@ -10,6 +10,8 @@ import pytest
 from datatrove.pipeline.extractors.base import ExtractorSandbox
 from tests.corpus.texts import ENGLISH, GERMAN, apply
 
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.corpus.cleaning import build_steps
 from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.text_steps import (
     Extract,
@@ -102,6 +104,14 @@ def test_fix_text_repairs_mojibake_and_normalises():
 
 
 @pytest.mark.parametrize(
+    ("kind", "expected"), [("code", 'text.replace("&amp;", "&")'), ("web", 'text.replace("&", "&")')]
+)
+def test_entities_are_literals_in_code(kind, expected):
+    (step,) = build_steps(CorpusConfig(quality="off", pii="off", extract="off"), kind)
+    assert apply(step, 'text.replace("&amp;", "&")')[1].text == expected
+
+
+@pytest.mark.parametrize(
     ("text", "language"),
     [(ENGLISH, "en"), (GERMAN, "de"), (FRENCH, "fr"), (SPANISH, "es"), ("これは日本語の文章です。", "ja")],
 )
@@ -149,6 +159,8 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from datatrove.data import Document
+from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.corpus.cleaning import build_steps
 from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.text_steps import Extract, end_with_parent
 if __name__ == "__main__":

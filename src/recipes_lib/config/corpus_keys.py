@@ -238,6 +238,9 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
             if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
                 found = f"`language_thresholds` has `{name}: {threshold}`"
                 yield settings.problem("language_thresholds", found, "write a probability from 0 to 1")
+            elif self.languages and name not in self.languages:
+                found = f"`language_thresholds` has `{name}`, and `languages` is {self.languages}"
+                yield settings.problem("language_thresholds", found, "add the language there, or remove its threshold")
         for key in ("tokenizer_name_or_path", *_MODELS):
             path = settings[key]
             if path and (key in _MODELS or looks_local(path)):

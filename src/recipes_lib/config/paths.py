@@ -13,7 +13,8 @@ from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_shipped
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""Form of the name of a model or dataset of the Hub."""
 _FILE_SUFFIXES = (
     *(".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst"),
     *(".bz2", ".xz", ".jinja", ".safetensors", ".arrow"),
@@ -101,7 +102,7 @@ def check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
     if looks_local(text):
         yield from check_exists(where, key, text)
     # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.
-    elif not is_local(text) and not _HUB_ID.fullmatch(text):
+    elif not is_local(text) and not HUB_ID.fullmatch(text):
         remedy = suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
         yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
 
@@ -111,7 +112,7 @@ def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
     # `find_shipped`: the package's own templates (`recipes/configs/chat_templates/...`) need no checkout.
     if not is_local(str(find_shipped(Path(text)))):
         remedy = suggest_sibling(text) or "correct the path; it is relative to the working directory"
-        if key == "chat_template_path" and _HUB_ID.fullmatch(text) and "/" in text:
+        if key == "chat_template_path" and HUB_ID.fullmatch(text) and "/" in text:
             remedy += f", or download it: hf download {text} chat_template.jinja --local-dir ."
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
@@ -129,7 +130,7 @@ def suggest_sibling(text: str) -> str:
     if "://" in text:
         return "URLs are not read: download the files; a dataset or model of the Hub is `owner/name`"
     if "*" in text:
-        return "patterns are not expanded: name the folder, or list the files in `dataset_mixture`"
+        return "patterns are not expanded: name the folder, or list the files"
     if VARIABLE.search(text):
         return NO_VARIABLES
     try:

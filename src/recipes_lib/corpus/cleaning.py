@@ -152,12 +152,16 @@ def _verify_output(config: CorpusConfig, work: Path) -> None:
     """Verify that replacing ``data/`` destroys nothing but a corpus: no other folder, and no source.
 
     Raises:
-        ConfigError: ``data/`` exists and was not written by a corpus, or it overlaps with a source.
+        ConfigError: ``data/`` was not written by a corpus, or overlaps with a source; or ``duplicates_of`` names the
+            corpus.
     """
     data = work.with_name("data")
     if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
         remedy = "name another output_dir: the corpus would replace this folder"
         raise ConfigError(Problem(str(data), "this folder exists and was not written by a corpus", remedy))
+    if work.parent.resolve() in map(Path.resolve, map(Path, config.duplicates_of or ())):
+        found = "`duplicates_of` names the corpus itself, all of whose documents would be duplicates"
+        raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
     for entry in config.sources:
         place = Path(entry["name"])
         if place.exists() and place.resolve().is_relative_to(data.resolve()):
@@ -295,7 +299,7 @@ def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None 
     if is_text and config.extract != "off":
         steps.append(Extract(config.extract_seconds))
     if is_text and config.fix_text != "off":
-        steps.append(FixText())
+        steps.append(FixText(is_code=kind == "code"))
     if kind != "code" and config.language != "off":
         overrides = config.language_thresholds or {}
         model = config.language_model_path

@@ -16,13 +16,15 @@ import numpy.typing as npt
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import label_entry
-from recipes_lib.corpus.duplicates import HashArray, hash_ngrams, hash_words
+from recipes_lib.corpus.duplicates import UNSPACED, HashArray, hash_ngrams, hash_words
 from recipes_lib.data.sources.canonical import open_entry
 from recipes_lib.data.sources.rows import RawRow, Source
 from recipes_lib.errors import DataError, Problem
 
 MIN_ITEM_WORDS: Final = 5
 """Words of the shortest item that is protected: shorter ones, such as "Paris", occur in unrelated documents."""
+_CHARACTERS_PER_WORD: Final = 2
+"""In scripts without spaces, where ``hash_words`` takes each character for a word."""
 _EXCISED_CHARACTERS: Final = 200
 """Characters removed on both sides of an n-gram, as for GPT-3 (Brown et al. 2020, appendix C)."""
 
@@ -36,7 +38,10 @@ class Index:
     """
 
     def __init__(self, size: int) -> None:
-        """Index n-grams of ``size`` words; a shorter item is indexed as one n-gram of all its words."""
+        """Index n-grams of ``size`` words; a shorter item is indexed as one n-gram of all its words.
+
+        Of an item in a script without spaces, ``_CHARACTERS_PER_WORD`` characters count as a word.
+        """
         self.size = size
         self.num_items: Counter[str] = Counter()
         self.num_short: Counter[str] = Counter()
@@ -45,11 +50,12 @@ class Index:
     def add(self, task: str, text: str) -> None:
         """Add an item of the benchmark ``task``."""
         words = hash_words(unicodedata.normalize("NFC", text)).hashes
-        if len(words) < MIN_ITEM_WORDS:
+        factor = _CHARACTERS_PER_WORD if 2 * len(UNSPACED.findall(text)) > len(words) else 1
+        if len(words) < factor * MIN_ITEM_WORDS:
             self.num_short[task] += 1
             return
         self.num_items[task] += 1
-        size = min(self.size, len(words))
+        size = min(factor * self.size, len(words))
         self._collected[size].append((hash_ngrams(words, size), task))
 
     @functools.cached_property

@@ -39,7 +39,6 @@ SOURCE: Final = f"{PART_END}source"
 _SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 _TEXT_KEYS: Final = ("content", *REASONING_KEYS)
-_CALL_KEYS: Final = ("tools", "tool_calls", CALLS_AS_TEXT)
 
 
 def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -74,10 +73,15 @@ def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 def spell_calls(columns: Mapping[str, Any]) -> str:
-    """Return the tool schemas and calls of a chat, in which chats of equal texts can differ; empty if it has none."""
+    """Return the tool schemas and calls of a chat, in which chats of equal texts can differ; empty if it has none.
+
+    The identifiers of calls are left out, which many APIs draw at random.
+    """
     turns = [turn for name in _TEXT_COLUMNS for turn in columns.get(name, ()) if isinstance(turn, Mapping)]
-    calls = [item[key] for item in (columns, *turns) for key in _CALL_KEYS if key in item]
-    return json.dumps(calls) if calls else ""
+    calls = [columns["tools"]] if "tools" in columns else []
+    calls += [[call["function"] for call in turn["tool_calls"]] for turn in turns if "tool_calls" in turn]
+    calls += [turn[CALLS_AS_TEXT] for turn in turns if CALLS_AS_TEXT in turn]
+    return json.dumps(calls, sort_keys=True) if calls else ""
 
 
 class Step(Protocol):

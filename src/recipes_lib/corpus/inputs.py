@@ -34,7 +34,7 @@ from recipes_lib.data.sources.local_files import (
     list_files,
 )
 from recipes_lib.data.sources.messages import TRAIN
-from recipes_lib.data.sources.readers import read_parquet
+from recipes_lib.data.sources.readers import enumerate_lines, read_json_lines, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem, ReadFailedError
 from recipes_lib.files import count_bytes
@@ -100,8 +100,8 @@ class FileRange:
             if self.path.suffix == _PARQUET:
                 yield from read_parquet(file, self.name, range(self.start, self.stop))
                 return
-            lines = file.get_stream(self.start, self.stop - self.start)
-            yield from READERS[".jsonl"](io.BufferedReader(lines, 1 << 20), self.name)
+            lines = io.BufferedReader(file.get_stream(self.start, self.stop - self.start), 1 << 20)
+            yield from read_json_lines(enumerate_lines(lines, self.name), self.name)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the file's digest and the range."""
@@ -179,7 +179,9 @@ def _find_pages(path: Path) -> list[Path]:
     files = [path] if path.is_file() else list_files(path, str(path)) if path.is_dir() else []
     pages: dict[str, Path] = {}  # By real path: a file with several names is read once.
     for file in files:
-        if file.name.lower().endswith((*_HTML, *_WARC)):
+        # Not the report of a corpus, which is beside its data.
+        is_report = file.name == "report.html" and file.with_name("corpus.json").exists()
+        if file.name.lower().endswith((*_HTML, *_WARC)) and not is_report:
             pages.setdefault(realpath(file), file)
     others = [file for file in files if find_suffix(file) in READERS]
     if pages and others:
@@ -376,6 +378,8 @@ def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> 
     if PART_END in json.dumps(columns, ensure_ascii=False):
         found = f"contains the character U+{ord(PART_END):04X}, which is reserved as separator of messages"
         raise DataError(Problem(row.where, found, "remove the character"))
+    # The row that determined the layout may have no `tools`, which are read from this one.
+    metadata = {column: value for column, value in metadata.items() if column not in columns}
     return Document(text=text, id=name, metadata={**metadata, CHAT: emptied})
 
 

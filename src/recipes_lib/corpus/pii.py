@@ -170,10 +170,10 @@ PATTERNS: Final = (
         _whole(_is_phone),
     ),
     Pattern(
-        "ip",  # Not `Version 8.2.4.44`, nor `Section 3.4.1.2` or its link.
+        "ip",  # Not `Version 8.2.4.44`, `Version="4.0.0.0"`, `Section 3.4.1.2` or its link, nor `2.5.29.17` of X.509.
         re.compile(
-            r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease)[ -]\d)(?<!\b[Ss]ection[ -]\d)"
-            r"\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"
+            r"\d(?<!(?a:[\w.])\d)(?<!(?:ersion|elease)[ =-]\d)(?<!ersion(?:[=(][\"']|: )\d)(?<!\b[Ss]ection[ -]\d)"
+            r"(?!(?<=2)\.5\.(?:4|29)\.)\d{0,2}(?:\.\d{1,3}){3}(?!(?a:\w|\.\d))"
         ),
         _whole(_is_public_ip),
         (".",),

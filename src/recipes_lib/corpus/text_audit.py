@@ -18,6 +18,7 @@ from recipes_lib.corpus.decontamination import Index
 from recipes_lib.corpus.duplicates import (
     EXACT,
     NEAR,
+    UNSPACED,
     Hashes,
     HashFolder,
     HashTable,
@@ -25,7 +26,7 @@ from recipes_lib.corpus.duplicates import (
     find_repeated_lines,
 )
 from recipes_lib.corpus.pii import mask
-from recipes_lib.corpus.text_steps import Language
+from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, Language
 from recipes_lib.errors import ConfigError
 from recipes_lib.files import count_bytes
 from recipes_lib.quantities import format_bytes, pluralize
@@ -121,8 +122,9 @@ def count_languages(sample: list[str]) -> Counter[str]:
     """Return the number of texts in each language; short and uncertain ones are excluded."""
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
-        # `maxsplit`: only whether there are more words matters, not how many.
-        if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
+        # `maxsplit`: only whether there are more words matters, not how many. Some scripts have no spaces between them.
+        words = text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE) + UNSPACED.findall(text[:MAX_CLASSIFIED])
+        if len(words) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             step.apply(document, Counter())
             if document.metadata["language_score"] >= 0.65:

@@ -102,9 +102,9 @@ class FixText:
 
     name = "fix_text"
 
-    def __init__(self) -> None:
-        """Use the fixes of datatrove's formatter."""
-        self._fix = FTFYFormatter()
+    def __init__(self, *, is_code: bool = False) -> None:
+        """Use the fixes of datatrove's formatter; in code, ``&amp;`` is a text of its own, not a mistake."""
+        self._fix = FTFYFormatter(unescape_html=False if is_code else "auto")
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Repair the text."""

@@ -45,21 +45,22 @@ _PAGE_CHARSET: Final = re.compile(
 _PAGE_HEAD: Final = 1 << 12
 """Bytes of a page that are searched for its charset; browsers search at least 1,024."""
 _BROWSER_CODECS: Final = {
+    "ascii": "cp1252",
     "iso8859-1": "cp1252",
+    "iso-8859-8-i": "iso8859-8",
     "iso8859-9": "cp1254",
     "iso8859-11": "cp874",
     "tis-620": "cp874",
+    "windows-874": "cp874",
     "gb2312": "gb18030",
     "gbk": "gb18030",
-    "x-gbk": "gb18030",
     "shift_jis": "cp932",
-    "x-sjis": "cp932",
     "windows-31j": "cp932",
     "euc_jp": "euc_jis_2004",
     "euc_kr": "cp949",
     "windows-949": "cp949",
 }
-"""Charset or Python's codec -> codec of the superset that browsers read under this name (WHATWG Encoding Standard)."""
+"""Charset without `x-`, or Python's codec -> codec that browsers read under this name (WHATWG Encoding Standard)."""
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
@@ -286,10 +287,12 @@ def decode_page(content: bytes, content_type: str = "") -> str:
     from trafilatura.utils import decode_file, handle_compressed_file
 
     content = handle_compressed_file(content)
-    declared = _CHARSET.findall(content_type) + _PAGE_CHARSET.findall(content[:_PAGE_HEAD].decode("latin-1"))
-    # UTF-8 first: servers declare a default for such pages, in which few bytes are invalid.
-    for name in ("utf-8", *declared):
+    found = _CHARSET.findall(content_type) + _PAGE_CHARSET.findall(content[:_PAGE_HEAD].decode("latin-1"))
+    declared = [name.lower().removeprefix("x-") for name in found]
+    # UTF-8 first: servers declare a default for such pages, in which few bytes are invalid. But ISO-2022-JP is in
+    # ASCII, with escapes around Japanese text.
+    for name in (*declared, "utf-8") if b"\x1b$" in content else ("utf-8", *declared):
         with suppress(LookupError, UnicodeError):
-            codec = codecs.lookup(_BROWSER_CODECS.get(name.lower(), name)).name
+            codec = codecs.lookup(_BROWSER_CODECS.get(name, name)).name
             return content.decode(_BROWSER_CODECS.get(codec, codec))
     return str(decode_file(content))

@@ -139,10 +139,20 @@ def test_invalid_local_name_is_explained(tmp_path: Path, name: str, keys: dict[s
 
 
 @pytest.mark.parametrize(
-    "name", ["./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"]
+    "name",
+    [
+        *("./data.jsonl", "/no/such/folder", "~/no-such-file", "~data", "data.parquet", "a/b/c", "x.csv.gz"),
+        *("crawl/", "crawl/*.warc.gz", "crawl\\a", "my data"),
+    ],
 )
 def test_missing_path_is_not_looked_up_on_hub(name: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
+        load_source(name)
+
+
+@pytest.mark.parametrize("name", ["https://huggingface.co/datasets/a/b", "s3://a/b.jsonl"])
+def test_address_is_explained(name: str) -> None:
+    with pytest.raises(DataError, match=r"URLs are not read: .* of the Hub is `owner/name`"):
         load_source(name)
 
 

@@ -106,6 +106,9 @@ def test_implicit_chat_prompt_agrees_with_trl() -> None:
 
 def test_prompt_repeated_by_both_answers_is_error() -> None:
     """An answer can begin with a short prompt, such as a greeting; one of the two can quote a long one."""
+    chinese = "请用一句话解释为什么天空是蓝色的。"
+    with pytest.raises(DataError, match="`chosen` and `rejected` repeat the prompt"):
+        convert({"prompt": chinese, "chosen": f"{chinese}因为散射。", "rejected": f"{chinese}不知道。"})
     raw = {"prompt": "What is 2 plus 2?", "chosen": "What is 2 plus 2? Four.", "rejected": "What is 2 plus 2? Five."}
     with pytest.raises(DataError, match="`chosen` and `rejected` repeat the prompt"):
         convert(raw)
@@ -377,6 +380,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"Question": "2 + 2?", "Complex_CoT": "Two and two are four.", "Response": "4"},
         "`dataset_columns: {reasoning_content: Complex_CoT}` to train on it, or `{Complex_CoT: null}`",
     ),
+    "medical-o1-reasoning, Chinese": (
+        {
+            "Question": "二加二等于几？",
+            "Complex_CoT": "我们先看第一个数是二，再看第二个数也是二，把它们加起来，结果就应该是四。",
+            "Response": "四",
+        },
+        "{reasoning_content: Complex_CoT}",
+    ),
     "Opus 4.6 reasoning": (
         {"problem": "2 + 2?", "thinking": "It is a sum.", "solution": "4"},
         "{reasoning_content: thinking}",
@@ -418,3 +429,21 @@ def test_optional_column_is_read_though_the_first_row_has_none(column: str, has_
     assert column not in row_format.ignored
     row = canonicalize(RawRow("d:2", 2, {**question, column: "Be brief."}), row_format)
     assert row.messages == [SYSTEM, USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"input": "What is 2 + 2?", "output": "4", "instruction": None}, {"instruction": "Answer in French."}),
+        ({"instruction": "What is 2 + 2?", "completion": "4"}, {"input": "x = 2"}),
+        ({"answer": None, "problem": "What is 2 + 2?", "solution": "4"}, {"answer": "four"}),
+        ({"problem": "What is 2 + 2?", "solution": "4", "answer": None}, {"answer": "four"}),
+    ],
+)
+def test_second_question_or_answer_that_the_first_row_lacks_is_refused(
+    first: dict[str, Any], later: dict[str, Any]
+) -> None:
+    row_format = detect_format(RawRow("d:1", 1, first))
+    assert canonicalize(RawRow("d:1", 1, first), row_format).messages == [USER, ANSWER]
+    with pytest.raises(DataError, match=r"d:2: .* and another column may each be `(question|answer)`"):
+        canonicalize(RawRow("d:2", 2, first | later), row_format)

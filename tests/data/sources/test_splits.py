@@ -24,6 +24,12 @@ def chat(question: str, answer: str, **fields: object) -> Row:
     return Row(where="a row 0", messages=messages, **fields)  # type: ignore[arg-type]
 
 
+def call(name: str, **arguments: int) -> Row:
+    calls = [{"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}]
+    turns = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "4"}]
+    return Row(where="a row 0", messages=[turns[0], {**turns[1], "tool_call_id": name}])
+
+
 @settings(max_examples=40)
 @given(values=st.lists(st.integers(0, 30), min_size=2, max_size=80), size=st.integers(1, 40), seed=st.integers(0, 9))
 def test_split_is_partition_without_shared_content(values: list[int], size: int, seed: int) -> None:
@@ -77,6 +83,17 @@ SAME: dict[str, Callable[[], tuple[Row, Row]]] = {
         Row(where="a row 0", messages=[{"content": "é", "role": "user"}]),
     ),
     "prompt length": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", num_prompt_messages=1)),
+    "time and number of a turn": lambda: (
+        chat("Hi", "Hello"),
+        Row(
+            where="a row 0",
+            messages=[
+                {"role": "user", "content": "Hi", "timestamp": "2023-04-09", "turn_identifier": 1},
+                {"role": "assistant", "content": "Hello", "header": {"accept-language": "en"}},
+            ],
+        ),
+    ),
+    "identifier of a call": lambda: (call("call_1"), call("call_2")),
     "template variables": lambda: (chat("Hi", "Hello"), chat("Hi", "Hello", template_kwargs={"enable_thinking": True})),
 }
 DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
@@ -88,6 +105,11 @@ DIFFERENT: dict[str, Callable[[], tuple[Row, Row]]] = {
         Row(where="a row 0", prompt="a", completion="bc"),
     ),
     "field": lambda: (Row(where="a row 0", text="a"), Row(where="a row 0", completion="a")),
+    "reasoning": lambda: (
+        Row(where="a row 0", messages=[{"role": "assistant", "content": "a", "reasoning_content": "b"}]),
+        Row(where="a row 0", messages=[{"role": "assistant", "content": "a", "reasoning_content": "c"}]),
+    ),
+    "arguments of a call": lambda: (call("1"), call("1", a=3)),
     "tools": lambda: (chat("a", "b"), chat("a", "b", tools=[{"name": "f"}])),
     "rejected": lambda: (chat("a", "b", rejected="c"), chat("a", "b", rejected="d")),
 }
@@ -110,7 +132,7 @@ def test_digest_of_unwritable_row_names_it() -> None:
     deep: list[object] = []
     for _ in range(5000):
         deep = [deep]
-    for extra in ({"extra": deep}, {"\ud83d": 1}):
+    for extra in ({"tools": deep}, {"name": "\ud83d"}):
         row = Row(messages=[{"role": "user", "content": "a", **extra}], where="d.jsonl:7")
         with pytest.raises(DataError, match=r"d\.jsonl:7: the row cannot be written as JSON: "):
             compute_row_digest(row)

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.paths import expand_home, suggest_sibling
+from recipes_lib.config.paths import HUB_ID, expand_home, suggest_sibling
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
@@ -290,8 +290,8 @@ def _no_rows(name: str) -> Problem:
 
 def _refuse_missing_path(path: Path, name: str) -> None:
     """Raise if a name can only be a path, and so is not looked up on the Hub."""
-    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
-    if name.strip() and not is_path:
+    if HUB_ID.fullmatch(name) and find_suffix(path) not in READERS:
         return
-    remedy = suggest_sibling(str(path)) or f"paths start from {Path.cwd()}"
+    # Not of the path, which has no `://` any more.
+    remedy = suggest_sibling(expand_home(name)) or f"paths start from {Path.cwd()}"
     raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))

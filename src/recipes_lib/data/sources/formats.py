@@ -48,7 +48,7 @@ class RowFormat:
     Attributes:
         name: Name of the layout, a value of ``dataset_format``.
         columns: Columns that are read.
-        ignored: Columns that are not read.
+        ignored: Columns with a value that are not read.
         renamed: Column of the dataset -> column of the layout, where the names differ.
     """
 
@@ -119,7 +119,7 @@ def detect_format(entry: RawRow, declared: DatasetFormat = "auto") -> RowFormat:
     read = tuple(column for column in meant if column in raw)
     renamed = {column: name for column, name in named.items() if column != name}
     spelled = dict(zip(raw, entry.columns, strict=True))  # `_judge` has renamed columns, in the same order.
-    ignored = tuple(spelled[column] for column in raw if column not in read)
+    ignored = tuple(spelled[column] for column in present if column not in read)
     return RowFormat(matches[0], tuple(spelled[column] for column in read), ignored, renamed)
 
 
@@ -146,7 +146,7 @@ def _judge(entry: RawRow) -> Raw:
     for verdict, question, answers in () if raw.keys() & {"question", "chosen", "rejected"} else _VERDICTS:
         if verdict in raw and {question, *answers} <= raw.keys():
             given = raw[verdict]
-            if isinstance(given, str) and _WHOLE_NUMBER.fullmatch(given):  # A cell of a CSV file.
+            if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d{1,9}\s*", given):  # A cell of a CSV file.
                 given = int(given)
             names = {question: "question"}
             names |= {name: "chosen" if given in wins else "rejected" for name, wins in answers.items()}
@@ -230,21 +230,24 @@ def canonicalize(entry: RawRow, row_format: RowFormat, *, needs_answer: bool = T
     """
     try:
         # The `read` functions of the layouts know only the layouts' own column names.
-        renamed, columns = row_format.renamed, _judge(entry)
-        raw = {}
+        layout, renamed, columns, raw = row_format.name, row_format.renamed, _judge(entry), dict[str, Any]()
         for column, value in columns.items():
-            # The row that determined the layout may have no value in an optional column.
-            other = _name_optional(column, row_format.name)
-            name = renamed.get(column, column if other in columns else other)
-            raw[name] = parse_chat(value, column) if name in _CHATS else value
-        if needs_answer and row_format.name not in ("preference", "text"):
+            # The row that determined the layout may have no value in an optional column, or a second question.
+            name = renamed.get(column, column if (other := _name_optional(column, layout)) in columns else other)
+            if layout == "question_answer" and column not in row_format.ignored:
+                name = _SPELLINGS.get(name, name)
+            if value is not None and raw.get(name) is not None:
+                raise RowError(f"`{column}` and another column may each be `{name}`", "hide one by `dataset_columns`")
+            if value is not None or name not in raw:
+                raw[name] = parse_chat(value, column) if name in _CHATS else value
+        if needs_answer and layout not in ("preference", "text"):
             _refuse_labelled(raw)
-        fields = _LAYOUTS[row_format.name].read(raw)
+        fields = _LAYOUTS[layout].read(raw)
         refuse_guesses(raw, fields)
         if "messages" in fields:
             check_asked(fields["messages"])
             if needs_answer:
-                check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
+                check_answered(fields["messages"], _LAYOUTS[layout].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
         return Row(where=entry.where, **fields)
     except RowError as error:
@@ -399,7 +402,7 @@ def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dic
         _refuse_unread_chat(raw, chosen)
         prompt = _find_prompt(chosen, rejected)
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
-    elif len(str(prompt).split()) > 3 and chosen.startswith(str(prompt)) and rejected.startswith(str(prompt)):
+    elif len(str(prompt)) > 15 and chosen.startswith(str(prompt)) and rejected.startswith(str(prompt)):
         raise RowError("`chosen` and `rejected` repeat the prompt", "hide it: `dataset_columns: {prompt: null}`")
     return {
         "prompt": check_text(prompt, "`prompt`"),
@@ -554,7 +557,6 @@ _EXTRA_SPELLINGS: Final = {
     **dict.fromkeys(("passage", "article", "paragraph"), "context"),
 }
 """The same in every layout."""
-_WHOLE_NUMBER: Final = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _VERDICTS: Final[Sequence[tuple[str, str, Mapping[str, Sequence[object]]]]] = (
     ("labels", "history", {"human_ref_A": (1,), "human_ref_B": (0,)}),  # SHP
     ("better_response_id", "prompt", {"response_0": (0,), "response_1": (1,)}),  # PKU-SafeRLHF

@@ -307,7 +307,7 @@ def read_reasoning(raw: Mapping[str, Any], answer: object) -> dict[str, str]:
     if thought := raw.get("reasoning_content"):
         return {"reasoning_content": check_text(thought, "`reasoning_content`")}
     for column in filter(REASONING.fullmatch, () if "</think>" in str(answer) else raw):
-        if len(str(raw[column]).split()) > 3:  # Not a switch, such as `on`.
+        if len(thought := str(raw[column])) > 30 or len(thought.split()) > 3:  # Not a switch, such as `on`.
             remedy = f"write `dataset_columns: {{reasoning_content: {column}}}` to train on it, or `{{{column}: null}}`"
             raise RowError(f"`{column}` may be the reasoning of the answer", remedy)
     return {}

@@ -173,10 +173,16 @@ def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iter
         if _is_document(head):
             yield from _read_document(lines, name)
             return
-    yield from _read_lines(lines, name)
+    yield from read_json_lines(lines, name)
 
 
-def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
+def read_json_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
+    """Yield the rows of JSON Lines, of which the first may be any line of a file.
+
+    Args:
+        lines: Lines of ``enumerate_lines``.
+        name: Name of the file in errors.
+    """
     for number, line in lines:
         if isinstance(line, BrokenLine):
             yield line.problem

@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from recipes_lib.config.chat_messages import REASONING_KEYS
+from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem
 
@@ -21,6 +23,10 @@ FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 _ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _DIGEST: Final = np.dtype("S16")
+_CONTENT_KEYS: Final = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_plan", "tools", CALLS_AS_TEXT, *REASONING_KEYS}
+)
+"""Keys of a message that chat templates write, without the identifier of a call, which APIs draw at random."""
 _ROWS_AT_ONCE: Final = 1 << 20
 _MAX_PAIRS: Final = 5
 """Pairs of equal rows that an error names."""
@@ -52,12 +58,14 @@ class Overlap(NamedTuple):
 def compute_row_digest(row: Row) -> bytes:
     """Return the digest of a row's content, 16 bytes; key order and outer white space do not count.
 
-    Location, prompt boundary and template variables do not count: the content is the same to a model.
+    Location, prompt boundary, template variables and the time, address or identifier of a message (WildChat) do not
+    count: the content is the same to a model.
 
     Raises:
         DataError: A message contains a value that JSON cannot represent.
     """
-    content = (row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected)
+    messages, rejected = map(_select_content, (row.messages, row.rejected))
+    content = (messages, row.tools, row.prompt, row.completion, row.text, rejected)
     try:
         text = _ENCODER.encode(_strip(content)).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -172,6 +180,16 @@ def refuse_overlap(
     found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
     raise DataError(Problem(train_places[overlap.pairs[0][0]], found, remedy))
+
+
+def _select_content(chat: Any) -> Any:
+    if chat is None or isinstance(chat, str):
+        return chat
+    turns = [{key: turn[key] for key in turn if key in _CONTENT_KEYS} for turn in chat]
+    for turn in turns:
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [call["function"] for call in turn["tool_calls"]]
+    return turns
 
 
 def _strip(value: Any) -> Any:
