@@ -126,15 +126,7 @@ def _run_cached(
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
     key = _hash([origin["model"], {**chosen, "limit": None}, origin["versions"]])
     cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
-    try:
-        results = run_tasks(cached, tasks, config)
-    except Exception as error:
-        if cached.has_failed or isinstance(error, UserError):
-            raise
-        # All answers are there, so that it is a metric, a filter or a function of a task.
-        found = f"their metrics cannot be computed: {type(error).__name__}: {error}"
-        remedy = "correct the task's file; the answers are stored, and are not asked again"
-        raise ConfigError(Problem(f"tasks: {list_first(list(tasks['tasks']))}", found, remedy)) from error
+    results = run_tasks(cached, tasks, config)
     cached.close()
     if results is None:
         return None
@@ -163,16 +155,20 @@ def _simplify(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
+def run_tasks(model: CachedModel, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
     """Run the tasks as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
 
     Sets the global random states of Python, numpy and torch. All ranks must call it: lm-eval gathers their answers.
 
     Args:
-        model: lm-eval's model.
+        model: lm-eval's model, which stores its answers.
         tasks: Tasks as returned by ``load_tasks``; they can be used several times.
         config: Few-shot seed, number of questions and templates.
         with_errors: Compute standard errors; for some metrics by a bootstrap, which takes seconds.
+
+    Raises:
+        ConfigError: A metric, a filter or a function of a task fails.
+        DataError: The model's logits are not finite.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=config.seed)
@@ -180,16 +176,24 @@ def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_err
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002 - the global state, from which lm-eval's tasks sample
     torch.manual_seed(1234)
-    return evaluate(
-        model,
-        tasks,
-        limit=config.limit,
-        bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
-        apply_chat_template=config.apply_chat_template,
-        fewshot_as_multiturn=config.fewshot_as_multiturn,
-        system_instruction=config.system_instruction,
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-    )
+    try:
+        return evaluate(
+            model,
+            tasks,
+            limit=config.limit,
+            bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.fewshot_as_multiturn,
+            system_instruction=config.system_instruction,
+            confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        )
+    except Exception as error:
+        if model.has_failed or isinstance(error, UserError):
+            raise
+        # All answers are there, so that it is a metric, a filter or a function of a task.
+        found = f"their metrics cannot be computed: {type(error).__name__}: {error}"
+        remedy = "correct the task's file; the same command resumes"
+        raise ConfigError(Problem(f"tasks: {list_first(list(tasks['tasks']))}", found, remedy)) from error
 
 
 def describe_model(config: EvalConfig) -> dict[str, Any]:

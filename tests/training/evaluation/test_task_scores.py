@@ -131,6 +131,15 @@ def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
         build(tasks, inputs / "model")(model, 0)
 
 
+def test_metric_that_fails_is_an_error_of_the_task(tasks: Path, inputs: Path, tmp_path: Path) -> None:
+    """F1 of more than two classes needs an average."""
+    task = json.loads((tasks / "choice.yaml").read_text())
+    (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with pytest.raises(ConfigError, match="tasks: local_choice: their metrics cannot be computed: ValueError"):
+        build(tmp_path, inputs / "model", names=["local_choice"])(model, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "positions", "message"),
     [
