@@ -23,7 +23,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
-from recipes_lib.evaluation.endpoint import ENDS_THINKING
+from recipes_lib.evaluation.endpoint import THINKS, split_reasoning
 from recipes_lib.evaluation.engines import CachedModel, build_engine, find_tokenizer, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
@@ -283,19 +283,23 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
     requests = sample["arguments"]  # (prompt, choice) or (prompt, settings); one for each choice of a question.
     # Unfiltered: some filters return "[invalid]" if they find nothing.
     answers = [answer for answers in sample["resps"] for answer in answers]
+    # Prompts for chat endpoints are objects of lm-eval, with the JSON of the messages.
+    prompt = str(getattr(requests[0][0], "prompt", requests[0][0]))
+    opened = THINKS if prompt.rstrip().endswith(THINKS) else ""
     return {
         "task": task,
         "doc_id": sample["doc_id"],
         "filter": sample["filter"],
-        # Prompts for chat endpoints are objects of lm-eval, with the JSON of the messages.
-        "prompt": str(getattr(requests[0][0], "prompt", requests[0][0])),
+        "prompt": prompt,
         "choices": [request[1] for request in requests if len(request) > 1 and isinstance(request[1], str)],
         "target": sample["target"],
         "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in requests),
         "is_empty": all(isinstance(answer, str) and not answer.strip() for answer in answers),
-        "has_reasoning": any(isinstance(answer, str) and ENDS_THINKING in answer for answer in answers),
+        "has_reasoning": any(
+            isinstance(answer, str) and split_reasoning(opened + answer)[0] is not None for answer in answers
+        ),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }
