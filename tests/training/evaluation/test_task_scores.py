@@ -131,6 +131,15 @@ def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
         build(tasks, inputs / "model")(model, 0)
 
 
+def test_tasks_of_a_group_without_a_score_have_theirs(tasks: Path, inputs: Path, tmp_path: Path) -> None:
+    for name in ("choice", "other"):
+        (tmp_path / f"{name}.yaml").write_text((tasks / f"{name}.yaml").read_text())
+    (tmp_path / "group.yaml").write_text(json.dumps({"group": "listed", "task": ["local_choice", "local_other"]}))
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    scores = build(tmp_path, inputs / "model", names=["listed"])(model, 0)
+    assert {"local_choice_acc", "local_other_acc"} <= scores.keys()
+
+
 def test_metric_that_fails_is_an_error_of_the_task(tasks: Path, inputs: Path, tmp_path: Path) -> None:
     """F1 of more than two classes needs an average."""
     task = json.loads((tasks / "choice.yaml").read_text())

@@ -121,10 +121,11 @@ class EvaluateTasks(TrainerCallback):
             remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
             results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
             remembering.close()
-            members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
+            groups = results.get("groups") or {}  # Those with a score of their own.
+            members = {task.task_name for group in groups for task in self.tasks["groups"][group].get_all_tasks()}
         return {
             f"{name}_{metric.replace(', ', '_')}": score["value"]
-            for name, found in {**(results.get("groups") or {}), **results["results"]}.items()
+            for name, found in {**groups, **results["results"]}.items()
             for metric, score in read_scores(found).items()
             if name not in members
         }
