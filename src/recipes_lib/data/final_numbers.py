@@ -38,6 +38,8 @@ _VALUE: Final = re.compile(r"=[^=\d]*\d[^=\s,;]*\s*(?:[,;]|and|or)")
 """A value of several, as in `x = 2 or x = 3`."""
 _MAX_ANSWER: Final = 40
 """Characters of the longest answer; a longer text is a solution, in which other numbers precede that of the answer."""
+_HEADING: Final = re.compile(r"\W*(?:(?:Step|Part|Case|Method)\b|\D*$)", re.IGNORECASE)
+"""A heading of Markdown, such as `#### Step 2` or `#### Conclusion`, instead of an answer after the mark."""
 _POWER: Final = re.compile(r"\s?\^(?!\{?\\circ)|[²³⁰-⁹⁻¼-¾⅐-⅞⁄∕·⋅]")
 _MULTIPLE: Final = re.compile(r"\s*(?:hundred|thousand|[mbtr]+illion|[万萬亿億千百])")
 _WRAPPED: Final = re.compile(
@@ -62,21 +64,24 @@ def read_final_number(text: str, *, is_reference: bool = False) -> Decimal | Non
     Source: ``tests/data/test_final_numbers.py``.
     """
     _, mark, rest = text.rpartition("####")
-    boxed = _BOXED.findall(rest)
-    text = boxed[-1] if boxed else rest.strip().partition("\n")[0] if mark else rest
+    line = rest.strip().partition("\n")[0]
+    is_heading = _HEADING.match(line) is not None
+    boxed = _BOXED.findall(text if is_heading else rest)
+    is_marked = bool(mark and not boxed and not is_heading)
+    text = boxed[-1] if boxed else line if is_marked else rest
     text = _WRAPPED.sub(r"\1\2", _TEXT.sub(r" \1 ", text))
     found = [number for number in _NUMBER.finditer(text) if number[1]]
-    number = found[0 if mark and not boxed else -1] if found else None
+    number = found[0 if is_marked else -1] if found else None
     if not number or _JOINED.search(text, 0, number.start()) or _POWER.match(text, number.end()):
         return None
     # In prose, brackets, hyphens and letters beside a number are punctuation and units.
-    is_alone = is_reference or boxed or mark
+    is_alone = is_reference or boxed or is_marked
     if is_alone and (_BEFORE.search(text, 0, number.start()) or _AFTER.match(text, number.end())):
         return None
     # Of an answer, `5 million` may be that to "how many millions".
     if is_reference and _MULTIPLE.match(text, number.end()):
         return None
-    before, is_answer = text[: number.start()], boxed or (is_reference and not mark and len(text) <= _MAX_ANSWER)
+    before, is_answer = text[: number.start()], boxed or (is_reference and not is_marked and len(text) <= _MAX_ANSWER)
     if is_answer and (re.search(r"\d", before.rpartition("=")[2]) or _VALUE.search(before)):
         return None
     return Decimal(re.sub(r"[^\d.-]", "", re.sub(f"[{_MINUS}]", "-", number[0])))
