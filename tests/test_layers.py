@@ -52,7 +52,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "planning": {"config", "errors", "losses", "models", "quantities"},
     "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
-    "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
+    "rl": {"config", "data", "evaluation", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "environment", "errors", "files", "processes", "quantities", "report"},
     "pipelines": {"config", "data", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},

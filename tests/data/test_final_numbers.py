@@ -16,6 +16,10 @@ from recipes_lib.data.final_numbers import read_final_number
         ("#### 72 clips, not 96", "72"),
         ("72\n#### 96", "96"),
         ("72\n####", None),
+        ("48 + 24\n#### Step 2: add\nThe sum is 72.", "72"),
+        ("So \\boxed{72}\n#### Check\n24 < 96", "72"),
+        ("24\n#### **Conclusion**\nThe sum is 72.", "72"),
+        ("96\n#### seventy-two", None),
         ("She sold 72 clips.", "72"),
         ("72 of 96", "96"),
         ("It is $72.00", "72"),
@@ -29,6 +33,7 @@ from recipes_lib.data.final_numbers import read_final_number
         ("1 234 567.5", "1234567.5"),
         ("12\u202f500 in all", "12500"),
         ("in 2024 300 of them", "300"),
+        ("1'234'567 in all", "1234567"),
         (r"\boxed{10\ 000}", "10000"),
         (r"\boxed{1{,}234}", "1234"),
         (r"\boxed{1,\!234\,567}", "1234567"),
@@ -58,6 +63,11 @@ from recipes_lib.data.final_numbers import read_final_number
         ("the point (1, 72)", None),
         ("(1, 2) has the sum 72", "72"),
         ("1e3", None),
+        ("3⁄72", None),
+        ("3·72", None),
+        ("72²", None),
+        ("72½", None),
+        ("about 3–72", None),
         ("2^10", None),
         ("72^\\circ", "72"),
         ("100-72", None),
@@ -68,10 +78,24 @@ from recipes_lib.data.final_numbers import read_final_number
         ("We sold **72** (see above)", "72"),
         # Exponents are no numbers of their own.
         ("an area of 72 m^2", "72"),
+        ("an area of 72 cm2", "72"),
+        ("72 kg of CO2.", "72"),
         (r"72 \text{ cm}^{2}", "72"),
         ("72 m s^-2 or so", "72"),
         # Signs, and hyphens that are none.
         ("the loss is -72", "-72"),
+        ("the loss is –72", "-72"),
+        # Signs and brackets that say nothing.
+        (r"\boxed{+72}", "72"),
+        (r"\boxed{x = +\$72}", "72"),
+        (r"\boxed{(72)}", "72"),
+        (r"\boxed{\left(-72\right)}", "-72"),
+        ("#### +72", "72"),
+        ("#### (72)", "72"),
+        (r"\boxed{3 + 72}", None),
+        (r"\boxed{(3)(72)}", None),
+        (r"\boxed{f(72)}", None),
+        (r"\boxed{(3,724)}", None),
         ("the loss is \u221272", "-72"),
         ("so 100-28 = 72.", "72"),
         ("Day 3 - 72 clips", "72"),
@@ -101,10 +125,11 @@ def test_read_final_number(text: str, number: str | None) -> None:
         (r"2^{10}|x_{10}|10^{-3}|\{1, 2\}|(-\infty, 5)|[5, \infty)|\frac{3}{4}|\frac12|\sqrt{2}|\sqrt 2\pi", False),
         (r"\pi/2|2\sqrt{3}|3 \pm \sqrt{5}|\begin{pmatrix} 1 \\ 2 \end{pmatrix}|5 \\ \end{pmatrix}", False),
         ("3:30|2024-05-01|√2|2√3|2π|-$5/4$|0.333...|0.3…", False),
-        (r"\pm 3|x \le 5|5 \le x \le 7|x \neq 2|\log_2 8", False),
+        (r"\pm 3|x \le 5|5 \le x \le 7|x \neq 2|x ≠ 2|\log_2 8|\log 8|\ln 8|\sin 30|5²|5½|5⁄6|5·6", False),
         ("72|#### 72|6 + 66\n#### 72\nThe answer is: 72|-72|$-72$|$72|-$72|$72$|72.|72%|72°|x=72|x = -72", True),
         (r"72\%|$72\,$|\boxed{72}|$\boxed{72}$.|\(72\)|72 \text{ cm}|72\,\mathrm{cm}|\$72|70 + 2 = 72", True),
-        (r"**72**|It is: 72|72 clips|72 cm|72 cm^2|72\text{ cm}^3|72\mbox{ cm}|72^\circ|72^{\circ}", True),
+        (r"**72**|It is: 72|72 clips|72 cm|72 cm^2|72\text{ cm}^3|72\mbox{ cm}|72^\circ|72^{\circ}|(72)", True),
+        (r"72\quad\text{cm}|72\degree", True),
     ],
 )
 def test_number_inside_an_expression_is_no_reference(texts: str, is_number: bool) -> None:
@@ -115,6 +140,13 @@ def test_number_inside_an_expression_is_no_reference(texts: str, is_number: bool
         if "#" not in text and "boxed" not in text:
             assert read_final_number(f"\\boxed{{{text}}}") == number, text
             assert read_final_number(f"#### {text}\n- 3 days") == (None if "+" in text else number), text
+
+
+@pytest.mark.parametrize("text", ["5 million", r"\boxed{5\text{ thousand}}", "5万", "#### 5 billion"])
+def test_multiple_is_no_reference(text: str) -> None:
+    """Else 5 would be right, and 5,000,000 wrong; an answer may say the unit of "how many millions"."""
+    assert read_final_number(text, is_reference=True) is None
+    assert read_final_number(text) == 5
 
 
 @pytest.mark.parametrize(

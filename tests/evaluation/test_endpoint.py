@@ -184,6 +184,13 @@ def test_outage_of_a_server_that_has_answered_takes_more_attempts(
         endpoint.answer(CHATS[2:3], [2])
 
 
+def test_outage_after_an_answer_to_another_chat_of_the_call_takes_more_attempts(waits: list[float]) -> None:
+    left = iter([(503, {}, "restarting")] * 6)
+    server = ChatEndpoint(lambda body: echo(body) if echo(body) == "one" else next(left, echo(body)))
+    replies = Endpoint(server.url, "m", num_attempts=2, num_concurrent=1).answer(CHATS[:2], [0, 1])
+    assert [reply.text for reply in replies] == ["one", "two"]
+
+
 def test_api_key_is_sent_and_never_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
     server = ChatEndpoint(lambda body: (401, {}, "wrong key sk-very-private"))

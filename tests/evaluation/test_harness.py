@@ -175,11 +175,22 @@ def test_empty_answers_and_reasoning_are_counted_before_filters(model, tasks, tm
     task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "filtered.yaml").write_text(json.dumps(task))
-    for text, empty, reasoning in (("", 9, 0), ("no number", 0, 0), ("<think>Well.</think>", 0, 9)):
+    texts = (("", 9, 0), ("no number", 0, 0), ("<think>Well.</think>", 0, 9), ("Well.</think>", 0, 9))
+    for text, empty, reasoning in (*texts, ("<think>Well, so", 0, 9)):
         table = TableModel(None, lambda _, text=text: text)
         found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]
         assert next(read_samples(model / "eval"))["answers"] == ["[invalid]"]
         assert (found["num_empty"], found["num_reasoning"]) == (empty, reasoning)
+
+
+def test_reasoning_that_the_prompt_opens_is_counted(model, tasks, tmp_path, monkeypatch) -> None:
+    """As under the template of DeepSeek-R1: an answer that the length limit has cut has no tag at all."""
+    task = json.loads((tasks / "written.yaml").read_text()) | {"doc_to_text": "{{q}}<think>\n"}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "opened.yaml").write_text(json.dumps(task))
+    table = TableModel(None, lambda _: "Well, so")
+    found = answer(table, build(model, tmp_path / "own", "local_written"), monkeypatch)["local_written"]
+    assert found["num_reasoning"] == found["num_questions"]
 
 
 def test_scores_of_own_task_may_be_numpy_scalars(model, tasks, tmp_path, monkeypatch) -> None:

@@ -183,6 +183,20 @@ def test_judge_grade_is_a_reward_function() -> None:
     assert judge_grade(base_url=server.url, model="j")(prompts=["a"], completions=["b"]) == [None]
 
 
+def test_reasoning_of_answers_is_not_judged(tiny_model_dir: Path, tmp_path: Path) -> None:
+    server = ChatEndpoint(lambda body: f"[[{'A' if 'wise' in split(body)[0] else 'B'}]]")
+    judge_preference(base_url=server.url, model="j", baseline="old")(
+        prompts=["q"], completions=["<think>secret</think>wise"], old=["secret</think>no"]
+    )
+    judge_grade(base_url=server.url, model="j")(prompts=["q"], completions=["<think>secret, cut"])
+    shown = [body["messages"][-1]["content"] for body in server.asked]
+    assert ["secret" in text for text in shown] == [False] * 3
+    assert ["wise" in text for text in shown] == [True, True, False]
+    judge = load_reward_judge(str(write_reward_model(tmp_path, tiny_model_dir)), device="cpu")
+    plain, reasoned = judge.grade([QUESTION] * 2, [["Paris."], ["<think>secret</think>Paris."]], [0, 1])
+    assert plain.value == pytest.approx(reasoned.value)
+
+
 def test_judge_preference_is_a_reward_function() -> None:
     server = ChatEndpoint(prefer(len))
     path = f"recipes_lib.evaluation.judges:judge_preference(base_url='{server.url}', model='j', baseline='old')"

@@ -35,6 +35,16 @@ def test_num_fewshot_overrides_task_file(tasks: Path) -> None:
     assert [loaded[name].get_config("num_fewshot") for name in names] == [3, 3, 0]
 
 
+def test_more_fewshot_examples_than_rows_are_refused(tasks: Path, tmp_path: Path) -> None:
+    """Before the model is loaded; of the split of the questions, one row is the question."""
+    own = json.loads((tasks / "choice.yaml").read_text()) | {"task": "own", "fewshot_split": "test"}
+    (tmp_path / "own.yaml").write_text(json.dumps(own))
+    for folder, name, pool in ((tasks, "local_choice", 36), (tmp_path, "own", 35)):
+        assert load_tasks(build(folder, name, num_fewshot=pool))
+        with pytest.raises(ConfigError, match=f"tasks: {name}: {pool + 1} few-shot examples .* from {pool}"):
+            load_tasks(build(folder, name, num_fewshot=pool + 1))
+
+
 def test_stop_in_gen_kwargs_is_refused_with_its_name_in_lm_eval(tasks: Path) -> None:
     with pytest.raises(ConfigError, match=r"tasks: local_written: .* `stop`\n +write `until`"):
         load_tasks(build(tasks, "local_written", gen_kwargs={"stop": ["x"]}))

@@ -153,6 +153,9 @@ def test_limits_list_all_warnings():
     assert "states no licence" in licence
     assert "continues text" in next(list_limits(record("pretrain"), {}))
     assert licence.endswith(": those of the model it began with and of its data apply.")
+    tasks = record(config={"eval_tasks": ["gsm8k"], "eval_tasks_limit": 100})
+    asked = "The figures of gsm8k were measured in training, on the first 100 questions of each task, without chat"
+    assert asked in " ".join(list_limits(tasks, {"eval_gsm8k_exact_match": 0.5}))
     unstarted = record(config={"model_name_or_path": None})
     assert any(limit.endswith(": those of its data apply.") for limit in list_limits(unstarted, {}))
     parts = [{"name": "owner/a", "revision": COMMIT}, {"name": "owner/b"}, {"name": "/data/c.jsonl"}]

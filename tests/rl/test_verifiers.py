@@ -134,3 +134,12 @@ def test_exact_match_ignores_surrounding_white_space():
     chats = [[{"role": "assistant", "content": text}] for text in (" It is.\n", "It  is.", "it is.")]
     assert exact_match(completions=chats, solution=["It is."] * 3) == [1.0, 0.0, 0.0]
     assert exact_match(completions=["a", "b", "c"], solution=["a ", "a", None]) == [1.0, 0.0, None]
+
+
+def test_reasoning_is_no_answer() -> None:
+    """Else an answer that is cut before it is given would be rewarded."""
+    cut, whole = "<think>Maybe 72\n```\nf = 72\n```", "<think>Maybe 7</think>\n72"
+    assert final_number(completions=[cut, whole, "7</think>72"], answer=["72"] * 3) == [0.0, 1.0, 1.0]
+    assert exact_match(completions=[cut, whole], solution=["72"] * 2) == [0.0, 1.0]
+    programs = [cut, "<think>Hm</think>\n```\nf = 72\n```"]
+    assert python_tests(completions=programs, tests=["assert f == 72"] * 2) == [0.0, 1.0]

@@ -236,8 +236,8 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         causes = {
             "num_cut": "did not fit and were truncated at the start",
             "num_empty": "have an empty answer",
-            "num_reasoning": "have an answer whose reasoning, before `</think>`, was scored with it; a chat endpoint "
-            "whose server removes the reasoning scores the answer alone",
+            "num_reasoning": "have an answer whose reasoning (`<think>`), which `max_gen_toks` may have cut, was "
+            "scored with it; a chat endpoint whose server removes the reasoning scores the answer alone",
         }
         for key, cause in causes.items():
             if found.get(key):

@@ -240,6 +240,7 @@ class Endpoint:
                     return
                 try:
                     found[at] = connection.ask(chat, number)
+                    connection.has_answered |= found[at].error is None
                 except Exception as error:  # Raised again in the caller's thread.
                     failures.append(error)
                     connection.is_stopped.set()
@@ -283,6 +284,7 @@ class _Connection:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, self.is_stopped = endpoint, threading.Event()
+        self.has_answered = endpoint.tally[True] > 0
         self._url, self._key = endpoint.url, read_key()
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
@@ -304,8 +306,7 @@ class _Connection:
         }
         # `None` removes a field: newer OpenAI models refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-        # A server that has answered before may be restarting; an address that never has is more likely wrong.
-        end = time.monotonic() + (_MAX_OUTAGE if endpoint.tally[True] else 0.0)
+        began = time.monotonic()
         for attempt in itertools.count(1):
             # A pause ends early when another request has failed for good.
             if endpoint.requests_per_minute and self.pause(endpoint.pace.take(60 / endpoint.requests_per_minute)):
@@ -331,7 +332,9 @@ class _Connection:
                 reason = explain(error, self._key)
                 # An invalid response, such as the page of a proxy, is one of another server.
                 remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
-            if attempt >= endpoint.num_attempts and time.monotonic() >= end:
+            # A server that has answered before may be restarting; an address that never has is more likely wrong.
+            outage = _MAX_OUTAGE if self.has_answered else 0.0
+            if attempt >= endpoint.num_attempts and time.monotonic() >= began + outage:
                 break
             self._warn(f"{reason}; attempt {attempt + 1} in {wait:.0f} s")
             if self.pause(wait):

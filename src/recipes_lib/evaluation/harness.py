@@ -23,7 +23,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
-from recipes_lib.evaluation.endpoint import ENDS_THINKING
+from recipes_lib.evaluation.endpoint import THINKS, split_reasoning
 from recipes_lib.evaluation.engines import CachedModel, build_engine, find_tokenizer, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
@@ -126,15 +126,7 @@ def _run_cached(
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
     key = _hash([origin["model"], {**chosen, "limit": None}, origin["versions"]])
     cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
-    try:
-        results = run_tasks(cached, tasks, config)
-    except Exception as error:
-        if cached.has_failed or isinstance(error, UserError):
-            raise
-        # All answers are there, so that it is a metric, a filter or a function of a task.
-        found = f"their metrics cannot be computed: {type(error).__name__}: {error}"
-        remedy = "correct the task's file; the answers are stored, and are not asked again"
-        raise ConfigError(Problem(f"tasks: {list_first(list(tasks['tasks']))}", found, remedy)) from error
+    results = run_tasks(cached, tasks, config)
     cached.close()
     if results is None:
         return None
@@ -163,16 +155,20 @@ def _simplify(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
+def run_tasks(model: CachedModel, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
     """Run the tasks as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
 
     Sets the global random states of Python, numpy and torch. All ranks must call it: lm-eval gathers their answers.
 
     Args:
-        model: lm-eval's model.
+        model: lm-eval's model, which stores its answers.
         tasks: Tasks as returned by ``load_tasks``; they can be used several times.
         config: Few-shot seed, number of questions and templates.
         with_errors: Compute standard errors; for some metrics by a bootstrap, which takes seconds.
+
+    Raises:
+        ConfigError: A metric, a filter or a function of a task fails.
+        DataError: The model's logits are not finite.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=config.seed)
@@ -180,16 +176,24 @@ def run_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_err
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002 - the global state, from which lm-eval's tasks sample
     torch.manual_seed(1234)
-    return evaluate(
-        model,
-        tasks,
-        limit=config.limit,
-        bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
-        apply_chat_template=config.apply_chat_template,
-        fewshot_as_multiturn=config.fewshot_as_multiturn,
-        system_instruction=config.system_instruction,
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-    )
+    try:
+        return evaluate(
+            model,
+            tasks,
+            limit=config.limit,
+            bootstrap_iters=_BOOTSTRAP_ITERATIONS if with_errors else 0,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=config.fewshot_as_multiturn,
+            system_instruction=config.system_instruction,
+            confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        )
+    except Exception as error:
+        if model.has_failed or isinstance(error, UserError):
+            raise
+        # All answers are there, so that it is a metric, a filter or a function of a task.
+        found = f"their metrics cannot be computed: {type(error).__name__}: {error}"
+        remedy = "correct the task's file; the same command resumes"
+        raise ConfigError(Problem(f"tasks: {list_first(list(tasks['tasks']))}", found, remedy)) from error
 
 
 def describe_model(config: EvalConfig) -> dict[str, Any]:
@@ -279,19 +283,23 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
     requests = sample["arguments"]  # (prompt, choice) or (prompt, settings); one for each choice of a question.
     # Unfiltered: some filters return "[invalid]" if they find nothing.
     answers = [answer for answers in sample["resps"] for answer in answers]
+    # Prompts for chat endpoints are objects of lm-eval, with the JSON of the messages.
+    prompt = str(getattr(requests[0][0], "prompt", requests[0][0]))
+    opened = THINKS if prompt.rstrip().endswith(THINKS) else ""
     return {
         "task": task,
         "doc_id": sample["doc_id"],
         "filter": sample["filter"],
-        # Prompts for chat endpoints are objects of lm-eval, with the JSON of the messages.
-        "prompt": str(getattr(requests[0][0], "prompt", requests[0][0])),
+        "prompt": prompt,
         "choices": [request[1] for request in requests if len(request) > 1 and isinstance(request[1], str)],
         "target": sample["target"],
         "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in requests),
         "is_empty": all(isinstance(answer, str) and not answer.strip() for answer in answers),
-        "has_reasoning": any(isinstance(answer, str) and ENDS_THINKING in answer for answer in answers),
+        "has_reasoning": any(
+            isinstance(answer, str) and split_reasoning(opened + answer)[0] is not None for answer in answers
+        ),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }

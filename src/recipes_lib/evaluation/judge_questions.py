@@ -43,12 +43,12 @@ class Question(NamedTuple):
     references: Sequence[str] = ()
 
     def build_chat(self, answers: Sequence[str] = ()) -> list[Message]:
-        """Return the chat with ``answers`` to the first turns, up to the next unanswered turn, if there is one."""
+        """Return the chat with ``answers`` to the first turns, without reasoning, up to the next unanswered turn."""
         chat = list(self.context)
         for at, turn in enumerate(self.turns[: len(answers) + 1]):
             chat.append({"role": "user", "content": turn})
             if at < len(answers):
-                chat.append({"role": "assistant", "content": answers[at]})
+                chat.append({"role": "assistant", "content": split_reasoning(answers[at])[1]})
         return chat
 
 

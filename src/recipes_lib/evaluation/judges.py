@@ -226,7 +226,9 @@ Judge = RewardJudge | PromptedJudge
 
 
 def _build_chat(prompt: Mapping[str, Any], path: Path, question: Question, **answers: Sequence[str]) -> Chat:
-    values = {"context": question.context, "turns": question.turns, "references": question.references, **answers}
+    # Answers of files, samples and policies include reasoning, which is not judged.
+    said = {name: [split_reasoning(text)[1] for text in turns] for name, turns in answers.items()}
+    values = {"context": question.context, "turns": question.turns, "references": question.references, **said}
     user = {"role": "user", "content": render_prompt(prompt["user"], str(path), values)}
     if not prompt["system"]:
         return [user]

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from huggingface_hub import constants
 from jinja2 import TemplateError
+from lm_eval.api.samplers import ContextSampler
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -227,11 +228,11 @@ def _describe_unknown(name: str, known: Collection[str]) -> Problem:
 def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -> list[Problem]:
     """Configure a task as ``lm_eval run`` does, which has tried its first question; return the problems."""
     where = f"tasks: {name}"
-    if (missing := _find_missing(task, config)) is not None:
-        return [Problem(where, *missing)]
     own = task.get_config("num_fewshot")
     # As `lm_eval run`: an unset number of examples is 0, and the 0 of a task file is kept, as of IFEval.
     task.set_config(key="num_fewshot", value=(own if own == 0 or num_fewshot is None else num_fewshot) or 0)
+    if (missing := _find_missing(task, config) or _find_missing_shots(task)) is not None:
+        return [Problem(where, *missing)]
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
     if "stop" in (task.get_config("generation_kwargs") or ()):
@@ -252,6 +253,18 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     first = task.doc_to_target(task.eval_docs[0])
     found = f"no question has its answer among its choices; that of the first is {first!r:.80}"
     return [Problem(where, found, "name a split with answers, which test splits may hide, or correct `doc_to_target`")]
+
+
+def _find_missing_shots(task: Any) -> tuple[str, str] | None:
+    """Return too large a number of few-shot examples and its remedy; ``None`` if there are enough rows."""
+    number, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+    if not number or sampler is None:
+        return None
+    # At random from the split of the questions, lm-eval draws one more, to leave out the question.
+    draws_more = type(sampler) is ContextSampler and task.fewshot_cfg.split == task.config.test_split
+    pool = len(sampler.df) - draws_more
+    found = f"{number} few-shot examples cannot be drawn from {pool:,}"
+    return None if number <= pool else (found, "lower num_fewshot, or name a `fewshot_split` with more rows")
 
 
 def _has_answer(task: Any, doc: Any) -> bool:

@@ -383,6 +383,7 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
     # RL without held-out prompts measures the rewards of samples on those of the training.
     if not figures or (record.get("data") or {}).get("num_eval_prompts") == 0:
         yield "It was not evaluated on held-out data."
+    yield from _limit_tasks(record["config"])
     for finding in (record.get("data") or {}).get("findings", ()):
         if finding.get("severity") != "ok":
             yield f"Data: {finding['found']}."
@@ -395,6 +396,12 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
             yield f"The revision of {part['name']} was not pinned: its rows may have changed since."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
         yield "The code that trained it is not a recorded git commit."
+
+
+def _limit_tasks(config: Record) -> Iterator[str]:
+    if tasks := ", ".join(config.get("eval_tasks") or ()):
+        asked = f"the first {config.get('eval_tasks_limit')} questions of each task, without chat template"
+        yield f"The figures of {tasks} were measured in training, on {asked}."
 
 
 def _is_path(name: str | None) -> bool:

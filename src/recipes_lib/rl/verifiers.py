@@ -1,4 +1,4 @@
-"""Verifiable rewards for ``reward_funcs``: correctness of answers."""
+"""Verifiable rewards for ``reward_funcs``: correctness of answers, without their reasoning in ``<think>``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from recipes_lib.data.final_numbers import read_final_number
+from recipes_lib.evaluation.endpoint import split_reasoning
 from recipes_lib.processes import count_cores
 from recipes_lib.sandbox import run_program
 
@@ -115,4 +116,5 @@ def _write(value: str | float | None) -> str:
 
 
 def _read_text(completion: Completion) -> str:
-    return completion if isinstance(completion, str) else str(completion[0]["content"])
+    """Return an answer without reasoning: one that was cut inside its reasoning has not been given."""
+    return split_reasoning(completion if isinstance(completion, str) else str(completion[0]["content"]))[1]

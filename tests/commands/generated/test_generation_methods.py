@@ -153,3 +153,22 @@ def test_source_columns_depend_on_method(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has `tools`, which the writer is not shown"):
         read("answers")
     assert read("answers", dataset_columns={"tools": None}) == ["p"]
+
+
+def test_repeated_prompts_that_would_all_be_removed_are_refused(tmp_path: Path) -> None:
+    """After their answers were paid for; several answers to a prompt are `num_answers`."""
+    write_rows(tmp_path / "s.jsonl", [{"prompt": "p", "text": "t"}])
+
+    def read(method: str, **keys: Any) -> int:
+        rows, _ = read_source(
+            load_method(
+                SynthesisConfig(method=method, dataset_name=str(tmp_path / "s.jsonl"), num_candidates=2, **keys)
+            )
+        )
+        return len(rows)
+
+    for method in ("answers", "explanation"):
+        with pytest.raises(ConfigError, match="num_candidates: repeats the prompts of the source, 1;"):
+            read(method)
+        assert read(method, near_duplicates_threshold=None) == 1
+    assert [read(method) for method in ("evolution", "textbook", "instructions")] == [1, 1, 1]

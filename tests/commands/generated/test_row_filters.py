@@ -50,6 +50,7 @@ def test_short_texts_are_compared_by_words() -> None:
     ("text", "reason"),
     [
         ("I'm sorry, but I can't help with that.", "refusal"),
+        ("I apologize, but I can't help with that.", "refusal"),
         ("  **I’m sorry, but as an AI language model I cannot.**", "refusal"),
         ("Unfortunately, I am unable to assist you.", "refusal"),
         ("As an AI language model, I have no opinion.", "refusal"),

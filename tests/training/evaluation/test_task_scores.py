@@ -23,12 +23,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.evaluation.harness import evaluate_model
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
+from recipes_lib.stopping import STOP
 from recipes_lib.training.evaluation import task_scores
 from recipes_lib.training.evaluation.task_scores import EvaluateTasks, build_task_scores, load_training_tasks
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -129,6 +130,40 @@ def test_non_finite_logits_are_an_error(tasks: Path, inputs: Path) -> None:
     torch.nn.init.constant_(model.lm_head.weight, float("nan"))
     with pytest.raises(DataError, match="not finite"):
         build(tasks, inputs / "model")(model, 0)
+
+
+def test_stop_request_ends_the_evaluation_at_the_next_batch(tasks: Path, inputs: Path, monkeypatch) -> None:
+    """All questions may take longer than the grace time of a scheduler."""
+    monkeypatch.setattr(STOP, "reason", None)
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    num_batches = [0]
+
+    def stop(*_: Any) -> None:
+        num_batches[0] += 1
+        STOP.request("SIGTERM")
+
+    model.register_forward_hook(stop)
+    with pytest.raises(PreemptedError, match=r"^SIGTERM$"), STOP.deferred():
+        build(tasks, inputs / "model")(model, 0)
+    assert num_batches == [1]
+
+
+def test_tasks_of_a_group_without_a_score_have_theirs(tasks: Path, inputs: Path, tmp_path: Path) -> None:
+    for name in ("choice", "other"):
+        (tmp_path / f"{name}.yaml").write_text((tasks / f"{name}.yaml").read_text())
+    (tmp_path / "group.yaml").write_text(json.dumps({"group": "listed", "task": ["local_choice", "local_other"]}))
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    scores = build(tmp_path, inputs / "model", names=["listed"])(model, 0)
+    assert {"local_choice_acc", "local_other_acc"} <= scores.keys()
+
+
+def test_metric_that_fails_is_an_error_of_the_task(tasks: Path, inputs: Path, tmp_path: Path) -> None:
+    """F1 of more than two classes needs an average."""
+    task = json.loads((tasks / "choice.yaml").read_text())
+    (tmp_path / "f1.yaml").write_text(json.dumps(task | {"metric_list": [{"metric": "f1", "aggregation": "f1"}]}))
+    model: Any = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with pytest.raises(ConfigError, match="tasks: local_choice: their metrics cannot be computed: ValueError"):
+        build(tmp_path, inputs / "model", names=["local_choice"])(model, 0)
 
 
 @pytest.mark.parametrize(

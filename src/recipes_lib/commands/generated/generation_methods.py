@@ -224,7 +224,7 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
     """Return the source rows that a method uses, and the fingerprint of the source.
 
     Raises:
-        ConfigError: ``dataset_columns`` is wrong.
+        ConfigError: ``dataset_columns`` is wrong, or all repeated rows would be removed as near duplicates.
         DataError: The source cannot be read or is empty, or rows have no prompt or text; all problems at once.
     """
     from recipes_lib.data.sources.canonical import load_source
@@ -248,6 +248,12 @@ def read_source(method: Method) -> tuple[list[SourceRow], str]:
     raise_problems(problems, config.dataset_name)
     if not rows:
         raise DataError(Problem(config.dataset_name, "is empty", "check how it was written"))
+    is_generated = any(step["name"] in method.fields["compare"] for step in method.steps)
+    is_repeated = reads != "seeds" and (config.num_candidates or 0) > len(rows)
+    if is_repeated and not is_generated and config.near_duplicates_threshold is not None:
+        found = f"repeats the {reads} of the source, {len(rows):,}; repeated ones are removed as near duplicates"
+        remedy = "write `num_answers` for several answers to a prompt, or `near_duplicates_threshold: null`"
+        raise ConfigError(Problem("num_candidates", found, remedy))
     return rows, source.fingerprint()
 
 

@@ -20,6 +20,7 @@ from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem, verify_extra
 from recipes_lib.models.inference import preserve_random_states, preserve_training_state
 from recipes_lib.training.collectives import compute_on_main, get_rank
+from recipes_lib.training.guards.preemption import agreeing_on_stop, raise_if_stop_pending
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 
@@ -96,13 +97,18 @@ class EvaluateTasks(TrainerCallback):
         """Return the scores as ``TASK_METRIC``, or of a group instead of its tasks; empty if no evaluation is due.
 
         Raises:
+            ConfigError: A metric or a filter of a task fails.
             DataError: The model's logits are not finite.
+            PreemptedError: Any process has a stop request.
         """
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
+        scores: dict[str, float] = {}
         # The other ranks wait without reporting progress.
-        with contextlib.nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores"):
-            return compute_on_main(lambda: self._ask(model))
+        waiting = contextlib.nullcontext() if get_rank() == 0 else WATCHDOG.during("waiting for benchmark scores")
+        with agreeing_on_stop(), waiting:
+            scores |= compute_on_main(lambda: self._ask(model))
+        return scores
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
         from recipes_lib.evaluation.engines import CachedModel, CheckedModel
@@ -110,7 +116,8 @@ class EvaluateTasks(TrainerCallback):
 
         unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
         with (
-            unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat()),
+            # The questions take minutes, longer than the grace time of a scheduler.
+            unwrapped.register_forward_pre_hook(lambda *_: raise_if_stop_pending()),
             # lm-eval draws random numbers even when a task's name is read.
             preserve_training_state(unwrapped),
             contextlib.redirect_stderr(_WithoutBars(sys.stderr)),
@@ -121,10 +128,11 @@ class EvaluateTasks(TrainerCallback):
             remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
             results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
             remembering.close()
-            members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
+            groups = results.get("groups") or {}  # Those with a score of their own.
+            members = {task.task_name for group in groups for task in self.tasks["groups"][group].get_all_tasks()}
         return {
             f"{name}_{metric.replace(', ', '_')}": score["value"]
-            for name, found in {**(results.get("groups") or {}), **results["results"]}.items()
+            for name, found in {**groups, **results["results"]}.items()
             for metric, score in read_scores(found).items()
             if name not in members
         }
