@@ -142,7 +142,7 @@ def test_default_chunk_size_is_bounded(vocabulary: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
-def test_chunk_size_grows_with_free_gpu_memory(monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int) -> None:
+def test_chunk_size_grows_with_gpu_memory(monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int) -> None:
     memory = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     assert find_chunk_bytes(torch.device("cuda")) == megabytes * 2**20
