@@ -139,8 +139,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
     ],
     "pretrain": [
         ("model_config: {model_type: llama}\ntokenizer_name_or_path: a/b", 5, "are both set"),
-        ("dtype: bfloat16\noptim: adamw_torch_4bit", 5, "is rounded to 0"),
-        ("dtype: float16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True", 5, "is rounded to 0"),
+        ("dtype: bfloat16\noptim: adamw_torch_4bit", 5, "below 1/512, are rounded to 0"),
+        ("dtype: float16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True", 5, "are rounded to 0"),
         ("max_tokens: 1000\nmax_steps: 5", 6, "`max_steps` has no effect"),
         ("max_tokens: 1000\nnum_train_epochs: 2", 6, "`num_train_epochs` has no effect"),
         ("warmup_tokens: 10\nwarmup_steps: 5", 6, "`warmup_steps` has no effect"),

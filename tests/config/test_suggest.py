@@ -59,7 +59,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("\u200bseed: 1", "unknown key `\\u200bseed`", "did you mean `seed`?"),
         ("seed:", "has no value", "or delete the line"),
         ("dtype: bf16", "another program's value", "write bfloat16"),
-        ("shuffle: true", "rows are shuffled", "delete the line"),
+        ("shuffle: true", "`train_sampling_strategy`", "delete the line"),
         ("device: cuda", "hardware", "accelerate YAML"),
         ("liger_rms_norm: true", "one key here", "use_liger_kernel"),
         ("wandb_project: x", "W&B", "the environment variable WANDB_PROJECT"),

@@ -85,6 +85,26 @@ def test_projection_allocates_at_most_one_chunk_of_logits(compute, with_frozen_w
     assert dense.numel == 64 * vocabulary, "control: dense logits are measured"
 
 
+class RoundedScalars(TorchDispatchMode):
+    """Products as on CUDA, whose kernels read a scalar tensor in the dtype of the other operand (a CPU's do not)."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket is torch.ops.aten.mul_ and args[1].ndim == 0:
+            args = (args[0], args[1].to(args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_upstream_gradient_is_not_rounded_to_half_precision() -> None:
+    hidden, weight, _, targets = make_inputs(torch.bfloat16)
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    plain = torch.autograd.grad(sum_cross_entropy(*inputs, targets), inputs)
+    with RoundedScalars():
+        scaled = torch.autograd.grad(sum_cross_entropy(*inputs, targets) / 1021, inputs)
+    for part, whole in zip(scaled, plain, strict=True):
+        # bfloat16 has 1/1021 as 1/1024: all gradients would be smaller by 0.3 %.
+        torch.testing.assert_close(part.float().norm() * 1021, whole.float().norm(), rtol=1e-3, atol=0)
+
+
 def test_chunks_share_one_buffer() -> None:
     hidden, weight, *_ = make_inputs(torch.bfloat16)
     projection = Projection(hidden, weight, chunk_size=8)
@@ -122,7 +142,7 @@ def test_default_chunk_size_is_bounded(vocabulary: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
-def test_chunk_size_grows_with_free_gpu_memory(monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int) -> None:
+def test_chunk_size_grows_with_gpu_memory(monkeypatch: pytest.MonkeyPatch, gigabytes: int, megabytes: int) -> None:
     memory = SimpleNamespace(total_memory=gigabytes * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     assert find_chunk_bytes(torch.device("cuda")) == megabytes * 2**20

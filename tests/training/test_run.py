@@ -262,6 +262,7 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
 RESUMED = (
     {"logging_steps": 7, "save_total_limit": 1, "report_to": "none"},
     {"project": "other", "hub_strategy": "end"},
+    {"metrics": ["scores:Overlap"], "debug": "underflow_overflow"},
     {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 1, "ddp_timeout": 7200},
     {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True},
     *({"activation_checkpointing": value} for value in (True, "auto")),

@@ -338,7 +338,7 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
     dtype = settings["dtype"]
     # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of the weight.
     if loses_updates(dtype, settings["optim"], settings["optim_args"]):
-        found = f"`dtype: {dtype}` stores the master weights, and an update below 1/256 of a weight is rounded to 0"
+        found = f"`dtype: {dtype}` stores the master weights: small updates, in bfloat16 below 1/512, are rounded to 0"
         remedy = "delete the line (`bf16` computes in bfloat16 anyway), or write `optim: adamw_bf16_stochastic`"
         yield settings.problem("dtype", found, remedy)
 

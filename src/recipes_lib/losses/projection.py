@@ -305,6 +305,8 @@ class ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias."""
         # In place: a second (V, D) tensor would be allocated when activation memory is at its peak. If backward runs
-        # again, autograd detects the modified saved tensors and raises.
-        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
+        # again, autograd detects the modified saved tensors and raises. As a vector of one element: CUDA rounds a
+        # scalar to the dtype of the gradient, and in bfloat16 all gradients would be off by up to 0.4 %.
+        factor = upstream[None]
+        scaled = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
         return (*scaled, None, None, None, None)

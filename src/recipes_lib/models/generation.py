@@ -238,7 +238,7 @@ class _PlainGeneration(GenerationConfig):
 
     def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **values: Any) -> Any:
         """As ``GenerationConfig``, except for the values of the model."""
-        # Only _prepare_generation_config of transformers 5.17 to 5.23 allows custom entries: for the model's values.
+        # Only _prepare_generation_config of transformers 5.23 allows custom entries: for the model's values.
         if allow_custom_entries:
             return {}
         return super().update(defaults_only, **values)  # type: ignore[no-untyped-call]

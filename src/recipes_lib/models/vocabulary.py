@@ -178,7 +178,8 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
         found = f"the teacher has no token {', '.join(map(repr, missing[:3]))}"
         found += f" and lacks {len(missing):,} of the student's {len(own):,} in all" if len(missing) > 1 else ""
         raise ConfigError(Problem(where, found, remedy))
-    differing = [name for name, rule in _read_rules(student).items() if _read_rules(teacher).get(name) != rule]
+    rules, others = _read_rules(student), _read_rules(teacher)
+    differing = [name for name in rules if rules[name] != others[name]]
     if differing:
         found = f"the tokenizers of student and teacher share their tokens and differ in {', '.join(differing)}"
         raise ConfigError(Problem(where, found, remedy))

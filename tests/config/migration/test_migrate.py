@@ -291,6 +291,11 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
             {"save_steps": 50, "save_total_limit": 2},
             "",
         ),
+        ("sft", "shuffle: true\ndisable_shuffling: false", {}, ""),
+        ("dpo", "shuffle: false", {"train_sampling_strategy": "sequential"}, ""),
+        ("pretrain", "shuffle: false\nmax_length: 64", {"max_length": 64}, "shuffle"),
+        ("sft", "disable_shuffling: true", {"train_sampling_strategy": "sequential"}, ""),
+        ("sft", "curriculum_sampling: true", {"train_sampling_strategy": "sequential"}, ""),
         ("sft", "plugins: [axolotl.integrations.kd.KDPlugin]", {}, "plugins"),
     ],
 )

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,7 +16,10 @@ from tests.training.pretraining import write_documents
 from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.data.sources.replay_dataset import EpochOrder
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.training.forgetting import fisher_command as fisher
 from recipes_lib.training.forgetting.weight_penalty import load_penalty
 
@@ -80,6 +84,17 @@ def test_document_longer_than_positions_is_rejected(tmp_path: Path, tiny_model_d
     flags = make_flags(tmp_path, model_name_or_path=short, dataset_name=chats, output_dir=tmp_path / "run")
     with pytest.raises(ConfigError, match="4 positions"):
         fisher.main(flags)
+
+
+@pytest.mark.parametrize(("key", "seed"), [("data_seed=7", 7), ("train_sampling_strategy=sequential", None)])
+def test_rows_have_order_of_run(tmp_path: Path, tiny_model_dir: Path, chats: Path, key: str, seed: int | None) -> None:
+    flags = make_flags(tmp_path, model_name_or_path=tiny_model_dir, dataset_name=chats, output_dir=tmp_path / "run")
+    config = load_config("sft", [*flags, "--packing=false", f"--{key}"])
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    train: Any = load_training_data(config, tokenizer, local_rank=0).train
+    expected = EpochOrder(20, seed).locate(np.arange(20))
+    for row, number in zip(fisher.read_rows(config, tokenizer, 0), expected, strict=True):
+        assert row["input_ids"].tolist() == train[int(number)]["input_ids"].tolist()
 
 
 def test_stream_is_read_once(tmp_path: Path, tiny_model_dir: Path, chats: Path) -> None:

@@ -158,6 +158,19 @@ def test_waiting_for_data_is_training_time(tmp_path: Path, options: dict[str, An
     assert seconds[0] == seconds[1]
 
 
+def test_rest_of_update_on_device_is_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ToyTrainer(tmp_path)
+    synchronise = trainer.counter.synchronise
+
+    def wait_for_device(*args: Any) -> None:
+        trainer.now += 0.25
+        synchronise(*args)
+
+    monkeypatch.setattr(trainer.counter, "synchronise", wait_for_device)
+    trainer.train()
+    assert [event["seconds"] for event in read_events(tmp_path, "train")] == [2.25, 4.5, 6.75]
+
+
 def test_evaluation_is_a_separate_event(tmp_path: Path) -> None:
     ToyTrainer(tmp_path, eval_strategy="steps", eval_steps=3, eval_on_start=True).train()
 

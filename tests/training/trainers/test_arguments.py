@@ -139,7 +139,8 @@ def test_precision_of_launch_file_applies_if_recipe_sets_none(tmp_path, monkeypa
 @pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "greedy"])
 def test_value_error_of_upstream_is_reported_at_its_key(tmp_path, scheduler):
     config = make_config(tmp_path, lr_scheduler_type=scheduler)
-    with pytest.raises(ConfigError, match=f"lr_scheduler_type.* {scheduler} requires an eval strategy"):
+    found = f"lr_scheduler_type.* {scheduler} requires an eval strategy\n +write another value, or delete the line"
+    with pytest.raises(ConfigError, match=found):
         build_training_arguments(config, ONE, has_eval=False)
 
 

@@ -1,5 +1,6 @@
 """Row order of a run: transformers' order, skipped rows, and shards of data-parallel ranks."""
 
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +64,16 @@ def test_skipped_rows_shift_later_rows_across_epochs(seed):
     sampler = RunSampler(EpochOrder(10, seed), skips=skips, read_epoch=lambda: epoch)
     for epoch in range(4):
         assert list(sampler) == expected[10 * epoch : 10 * epoch + 10]
+
+
+def test_epoch_is_in_memory_as_arrays_only():
+    sampler = RunSampler(EpochOrder(10**6, None), skips=RowSkips(), read_epoch=lambda: 0)
+    tracemalloc.start()
+    rows = iter(sampler)
+    assert next(rows) == 0
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 20 * 10**6, "two of int64; a list would take 40 bytes a row"
 
 
 def test_last_step_of_epoch_takes_remaining_rows():

@@ -206,11 +206,15 @@ Order = EpochOrder | ReplayOrder
 
 def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray) -> ReplayOrder:
     """Return the order of a run with replay; ``terms`` and ``replayed_terms`` as for ``ReplayOrder``."""
-    data_seed = config.read("data_seed")
-    seed = config.read("seed") if data_seed is None else data_seed
-    is_shuffled = config.read("train_sampling_strategy") != "sequential"
-    share = config.forgetting.replay_share
-    return ReplayOrder(terms, replayed_terms, share, seed=seed if is_shuffled else None)
+    return ReplayOrder(terms, replayed_terms, config.forgetting.replay_share, seed=read_order_seed(config))
+
+
+def read_order_seed(config: RecipeConfig) -> int | None:
+    """Return the seed of the order of rows in fine-tuning; ``None`` if they are not shuffled."""
+    if config.read("train_sampling_strategy") == "sequential":
+        return None
+    seed: int = config.read("seed") if config.read("data_seed") is None else config.read("data_seed")
+    return seed
 
 
 def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: PreparedSet) -> dict[str, Any]:

@@ -123,12 +123,12 @@ def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
         rows = build_rows(config, tokens, 1).train
         return (rows[number] for number in range(len(rows)))
     from recipes_lib.data.packed.training_data import build_train_stream, load_training_data
-    from recipes_lib.data.sources.replay_dataset import EpochOrder
+    from recipes_lib.data.sources.replay_dataset import EpochOrder, read_order_seed
 
     if config.data.dataset_streaming:
         return build_train_stream(config, tokenizer, epochs=range(1))  # type: ignore[no-any-return]
     import numpy as np
 
     train: Any = load_training_data(config, tokenizer, local_rank=local_rank).train
-    numbers = EpochOrder(len(train), config.read("seed")).locate(np.arange(len(train)))
+    numbers = EpochOrder(len(train), read_order_seed(config)).locate(np.arange(len(train)))
     return (train[int(number)] for number in numbers)

@@ -98,13 +98,14 @@ class MetricsCallback(TrainerCallback):
         self.meter.resume()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop the clock and sum the counts over all processes if a log, an evaluation or a checkpoint is due."""
+        """Sum the counts over all processes and stop the clock if a log, an evaluation or a checkpoint is due."""
         self.progress.advance(state.global_step)
         # Upstream logs the multiples of `logging_steps` alone: the last steps of a run would be in no record.
         control.should_log |= args.logging_strategy == IntervalStrategy.STEPS and state.global_step == state.max_steps
         if _is_interrupted(control):
-            self.meter.stop()
+            # First: it waits for the device, which may still compute the update.
             self.counter.synchronise(self.group)
+            self.meter.stop()
             stored: Any = state.stateful_callbacks
             stored[STATE_KEY] = {
                 **self.counter.totals._asdict(),

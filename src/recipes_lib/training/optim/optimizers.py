@@ -361,8 +361,8 @@ def warn_of_rounding(dtypes: Iterable[torch.dtype], optim: str, optim_args: str 
     """
     if any(loses_updates(str(dtype).removeprefix("torch."), optim, optim_args) for dtype in dtypes):
         yield (
-            "warning: trained weights have 16 bits, so that most updates, those below 1/256 of a weight, are rounded "
-            "to 0: write `dtype: float32` (`bf16` computes in bfloat16 anyway), or train an adapter"
+            "warning: trained weights have 16 bits, so that most updates, in bfloat16 those below 1/512 of a weight, "
+            "are rounded to 0: write `dtype: float32` (`bf16` computes in bfloat16 anyway), or train an adapter"
         )
 
 

@@ -221,7 +221,7 @@ def _construct(config: RecipeConfig, arguments: dict[str, Any], launch: Launch) 
     except ValueError as error:
         # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
         key = next((name for name in config.training if name in str(error)), "training arguments")
-        raise ConfigError(Problem(config.locate(key), str(error), "change the key")) from error
+        raise ConfigError(Problem(config.locate(key), str(error), "write another value, or delete the line")) from error
     except NotImplementedError as error:
         # accelerate refuses several RTX 40 GPUs with a driver before 550, also for one process.
         raise ConfigError(Problem("launch", str(error), "update the driver, or start by `recipes launch`")) from error

@@ -546,7 +546,8 @@ class RunSampler(Sampler[int]):
         # Positions are counted over the whole run: a skip shifts all later rows, across the epoch's end too.
         first = self._read_epoch() * len(self)
         natural = self._skips.locate(np.arange(first, first + len(self)))
-        yield from self._order.locate(natural).tolist()
+        # One integer at a time: a list of them takes 40 bytes a row, on every process.
+        yield from map(int, self._order.locate(natural))
 
 
 class EvenBatches(BatchSampler):
