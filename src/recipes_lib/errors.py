@@ -175,6 +175,11 @@ class Problem:
         return f"{self.where}: {self.found}" + (f"\n    {self.remedy}" if self.remedy else "")
 
 
+@dataclass(frozen=True, slots=True)
+class MissingPath(Problem):
+    """A path that does not exist, which an earlier stage of a pipeline may yet write."""
+
+
 _NUMBER: Final = re.compile(r"(?<!\w)\d+(?:[.,]\d+)*")
 """A number that is not part of a name, such as that of a key."""
 _LAST_NUMBER: Final = re.compile(r"\d+$")

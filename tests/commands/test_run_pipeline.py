@@ -370,6 +370,31 @@ def test_missing_extra_of_a_late_stage_is_named_before_the_first(path: Path, rec
     recipes("run", path, "--output_dir", out, "--until", "one")
 
 
+def test_keys_of_late_stages_are_checked_before_the_first_starts(tmp_path, monkeypatch, recipes) -> None:
+    """But not files, which a program writes, nor stages that are not chosen."""
+    monkeypatch.chdir(tmp_path)
+    Path("dpo.yaml").write_text("dataset_name: pairs.jsonl\nmax_length: 8\n")
+    wrong = {"recipe": "dpo", "config": "dpo.yaml", "set": {"model_name_or_path": "${make.output}", "betta": 1}}
+    stages = {
+        "make": {"run": "mkdir ${output_dir}/make"},
+        "outside": {"run": "true", "output": "a/b/c"},
+        "sft": {"recipe": "sft", "config": "dpo.yaml", "set": {"model_name_or_path": "${outside.output}"}},
+        "dpo": wrong,
+        "late": {"run": "./written-later"},
+        "written": {"recipe": "sft", "config": "written.yaml"},
+    }
+    Path("p.yaml").write_text(json.dumps({"output_dir": "out", "stages": stages}))
+    error = recipes("run", "p.yaml", code=2)
+    assert "dpo: --betta: unknown key `betta`" in error
+    assert "pairs.jsonl" not in error
+    assert "written" not in error
+    assert "a/b/c" not in error
+    assert not Path("a").exists()
+    assert not Path("out", "make").exists()
+    recipes("run", "p.yaml", "--until", "make")
+    assert Path("out", "make").exists()
+
+
 def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     started: list[tuple[Path, Path]] = []
     monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)

@@ -216,6 +216,17 @@ def test_gradient_norm_axis_is_logarithmic_with_spike(tmp_path, figures, smalles
     assert {axes.get_yscale() for figure in figures for axes in figure.axes} == {scale}
 
 
+@pytest.mark.parametrize(("first", "scale"), [(11.0, "log"), (5.0, "linear")])
+def test_loss_axis_is_logarithmic_after_a_fall_and_has_ticks(tmp_path, figures, first, scale) -> None:
+    losses = [first, *[3.1] * 10, 2.9]
+    (chart,) = draw_charts(build_run([{"step": n, "loss": loss} for n, loss in enumerate(losses)]), tmp_path)
+    assert {axes.get_yscale() for figure in figures for axes in figure.axes} == {scale}
+    for axes in (axes for figure in figures for axes in figure.axes):
+        low, high = axes.get_ylim()
+        assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+    assert chart.metrics == ["loss"]
+
+
 HEALTHY = {
     # Recipe and metric -> chart, and the range in the docs page of the recipe.
     ("reward", "rewards/accuracies"): ("accuracy", "0.65", "0.8"),

@@ -45,6 +45,17 @@ def test_training_loss_is_that_of_the_page_unless_the_run_has_diverged(tmp_path,
     assert [show_figure(entry) for entry in list_entries(tmp_path)] == [figure]
 
 
+def test_overview_has_the_cost_of_all_devices(tmp_path: Path) -> None:
+    priced = {"num_processes": 8, "config": {"device_hour_price": 30}}
+    write_run(tmp_path / "sft", SFT, **priced)
+    write_run(tmp_path / "free", SFT)
+    # 120 seconds, of 8 devices: 8 dollars.
+    assert [entry.cost for entry in list_entries(tmp_path)] == [None, 8]
+    text = Page(write_overview(tmp_path).read_text()).text
+    assert "4 min 0 s in all, cost 8.00" in text
+    assert text.count("cost 8.00") == 2
+
+
 def test_describe_result(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", SFT)
     assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest, verify_extra
+from recipes_lib.errors import EXIT_DONE, ConfigError, MissingPath, Problem, UserError, suggest, verify_extra
 from recipes_lib.files import parse_number
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     # Evaluations run last, after days.
     for recipe in sorted(_EXTRAS.keys() & {stage.recipe for stage in chosen}):
         verify_extra(str(options.pipeline), recipe, *_EXTRAS[recipe])
+    check_stages(options.pipeline, pipeline, [], [stage.name for stage in chosen])
     code = run_pipeline(
         pipeline,
         chosen,
@@ -176,7 +178,9 @@ def _describe_stage(folder: Path, stage: Stage, entry: Mapping[str, Any]) -> tup
     return stage.name, find_stage_status(folder, stage.name, entry), time, shown, swept, str(stage.output)
 
 
-def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> None:
+def check_stages(
+    path: Path, pipeline: Pipeline, inspected: Sequence[str], started: Sequence[str] | None = None
+) -> None:
     """Check keys, launch file and flags of every stage, with placeholders for the outputs of earlier stages.
 
     A configuration that an earlier stage will write is not checked.
@@ -187,6 +191,8 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
         path: The pipeline file.
         pipeline: The pipeline as it will run.
         inspected: Names of the stages that ``recipes check`` may inspect.
+        started: Names of the stages that start here now. Of these, unfinished ones are checked, except for missing
+            files, which programs of earlier stages may write; ``None`` to check all stages.
 
     Raises:
         ConfigError: Problems of all stages.
@@ -198,7 +204,9 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
     with _using_placeholders(path) as (placeholder, put_output):
         for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"
-            if real.recipe and real.name in inspected and existing.issuperset(real.needs) and not is_done:
+            if started is not None and (is_done or real.name not in started):
+                pass
+            elif real.recipe and real.name in inspected and existing.issuperset(real.needs) and not is_done:
                 sys.stdout.write(f"\n{real.name}: recipes check\n")
                 with _naming_problems(real.name, problems):
                     _inspect(real)
@@ -210,9 +218,13 @@ def check_stages(path: Path, pipeline: Pipeline, inspected: Sequence[str]) -> No
                     _parse_flags(stage)
             # A program below the outputs is built by an earlier stage.
             elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words)):
-                problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
-            # After its own check, so that a stage cannot read its own output.
-            put_output(stage)
+                problems.append(MissingPath(f"{stage.name}: run", missing, "install it, or write its path"))
+            # After its own check, so that a stage cannot read its own output. Another run may just write one outside of
+            # `output_dir`: its lock is not held yet.
+            if started is None or stage.output.is_relative_to(placeholder.output_dir):
+                put_output(stage)
+    if started is not None:
+        problems = [problem for problem in problems if not isinstance(problem, MissingPath)]
     if problems:
         raise ConfigError(*problems)
 
@@ -247,7 +259,7 @@ def _naming_problems(name: str, problems: list[Problem]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        problems += [Problem(f"{name}: {one.where}", one.found, one.remedy) for one in error.problems]
+        problems += [replace(one, where=f"{name}: {one.where}") for one in error.problems]
 
 
 def _inspect(stage: Stage) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 import yaml
 
 from recipes_lib.config.settings import Settings, is_local
-from recipes_lib.errors import ConfigError, Problem, suggest
+from recipes_lib.errors import ConfigError, MissingPath, Problem, suggest
 from recipes_lib.shipped import find_shipped
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -104,7 +104,8 @@ def check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
     # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.
     elif not is_local(text) and not HUB_ID.fullmatch(text):
         remedy = suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
-        yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
+        kind = MissingPath if "/" in text else Problem
+        yield kind(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
 
 
 def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
@@ -114,14 +115,14 @@ def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
         remedy = suggest_sibling(text) or "correct the path; it is relative to the working directory"
         if key == "chat_template_path" and HUB_ID.fullmatch(text) and "/" in text:
             remedy += f", or download it: hf download {text} chat_template.jinja --local-dir ."
-        yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
+        yield MissingPath(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
 
 def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each item of a list that is not an existing folder."""
     for folder in settings[key] or ():
         if not (is_local(folder) and Path(folder).is_dir()):
-            yield settings.problem(key, f"there is no folder {folder[:120]!r}", "correct the path")
+            yield MissingPath(settings.where(key), f"there is no folder {folder[:120]!r}", "correct the path")
 
 
 def suggest_sibling(text: str) -> str:

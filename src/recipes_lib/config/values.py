@@ -16,7 +16,7 @@ import yaml
 
 from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import Schema, describe, read_lists
-from recipes_lib.errors import ConfigError, Problem, escape_controls, suggest
+from recipes_lib.errors import ConfigError, MissingPath, Problem, escape_controls, suggest
 
 _MAX_DEPTH = 12
 _MAX_BYTES = 1 << 20
@@ -80,7 +80,7 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
         found = f"is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
         problems.append(Problem(str(path), found, "give the path of a YAML file"))
     except FileNotFoundError:
-        problems.append(Problem(str(path), "there is no such file", "give the path of a YAML file"))
+        problems.append(MissingPath(str(path), "there is no such file", "give the path of a YAML file"))
     except IsADirectoryError:
         problems.append(Problem(str(path), "is a folder", "give the path of a YAML file"))
     except UnicodeDecodeError as error:

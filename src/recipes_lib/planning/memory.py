@@ -304,9 +304,11 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: 
             size = max(size, (width + 4) * in_layers + width * projected)
         temporary["gradients before they are reduced"] = size
     elif is_half and not layout.is_deepspeed:
-        # Autocast holds those of trained weights, and the loss that of the output projection; those of other frozen
-        # weights count as activations, because layers that are recomputed do not hold them.
-        copied = {*_find_trained(model), *(head.parameters() if head is not None else ())}
+        # Autocast holds those of trained weights in products, which embeddings are not, and the loss that of the output
+        # projection; those of other frozen weights count as activations: recomputed layers do not hold them.
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        copied = {*_find_trained(model)}.difference(*(module.parameters() for module in embeddings))
+        copied |= {*(head.parameters() if head is not None else ())}
         number = sum(one.numel() for one in copied if one.dtype == torch.float32)
         temporary["16-bit copies of the weights in a pass"] = 2 * number
     # The loss sums this gradient over its chunks, beside what earlier micro-batches have accumulated.

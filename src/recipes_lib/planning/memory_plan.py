@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from transformers import PreTrainedConfig
 
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import read_lists
 from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
@@ -101,6 +102,11 @@ class Layout:
         for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline_stages}.items():
             how += f"; {name} parallel over {size}" if size > 1 else ""
         return f"accelerate_configs/{self.launch_file}.yaml: {how}"
+
+    def choose_compilation(self, config: RecipeConfig) -> RecipeConfig:
+        """Return the run without compilation if ranks share layers or tokens, as training decides then by default."""
+        is_whole = max(self.tensor, self.context, self.pipeline_stages) == 1
+        return config if is_whole else config.with_training({"torch_compile": False})
 
     def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
         """Return the configuration of the part that one process computes, by tensor and pipeline parallelism.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, Final, Literal
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from recipes_lib.config.table import read_lists
 from recipes_lib.errors import escape_controls
@@ -39,6 +40,8 @@ _MAX_LABEL = 28
 SMOOTH_FROM = 30
 """Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
+_LOG_FROM: Final = {"grad_norm": 20, "loss": 2, "heldout_loss": 2}
+"""Charts that get a logarithmic axis -> how many times the median their largest value is then."""
 _BAND: Final = ("low", "high")
 METRICS: Final = read_lists(Path(__file__).with_name("metrics.yaml"))
 STYLE = {
@@ -78,6 +81,7 @@ class Line:
         kind: ``noisy``: drawn faintly, with a running median over it; ``exact``: drawn as a line; ``points``: markers
             joined by a line, for evaluations.
         style: Matplotlib's line style.
+        metric: Key in ``metrics.jsonl``, which the page shows; empty for none.
     """
 
     label: str
@@ -85,6 +89,7 @@ class Line:
     colour: str
     kind: Kind = "noisy"
     style: str = "-"
+    metric: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Chart:
         svg: ``<svg>`` element whose colours are CSS variables of the page.
         narrow: Variant of a wide chart for narrow screens; empty for other charts.
         hover: Points of the curves with their positions in the SVG, as JSON for ``hover.js``; empty to disable.
+        metrics: Keys of its curves in ``metrics.jsonl``; empty if the title says them.
     """
 
     name: str
@@ -106,6 +112,7 @@ class Chart:
     svg: str
     narrow: str = ""
     hover: str = ""
+    metrics: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +201,8 @@ def _read_plans(run: RunFiles, part: str) -> Iterator[Plan]:
 def _read_line(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
     """Return the curve of a metric; those of evaluations have a colour and a kind of their own."""
     if name.startswith("eval_"):
-        return Line(label, read_curve(run.evaluations, name), "second", "points")
-    return Line(label, read_curve(run.train, name), colour, kind)
+        return Line(label, read_curve(run.evaluations, name), "second", "points", metric=name)
+    return Line(label, read_curve(run.train, name), colour, kind, metric=name)
 
 
 def _draw_sets(run: RunFiles) -> list[Line]:
@@ -222,7 +229,7 @@ def draw_chart(plan: Plan, folder: Path) -> Chart:
     parts = [_describe(line) for line in plan.lines]
     parts += [f"healthy between {plan.healthy[0]:g} and {plan.healthy[1]:g}"] if plan.healthy else []
     alt = f"{plan.title}: {'; '.join(parts)}"
-    return Chart(plan.name, plan.title, alt, svg, narrow, hover)
+    return Chart(plan.name, plan.title, alt, svg, narrow, hover, [line.metric for line in plan.lines if line.metric])
 
 
 def _draw_figure(plan: Plan, *, is_wide: bool) -> tuple[Figure, Axes]:
@@ -292,9 +299,11 @@ def _finish(figure: Figure, axes: Axes, plan: Plan, num_ticks: int) -> None:
     if plan.from_zero:
         # `or 1`: equal limits are an error.
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
-    # Spikes of the gradient norm would flatten a linear axis.
-    elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
+    # Spikes of the gradient norm, and the fall of a loss from its first steps, would flatten a linear axis.
+    elif min(values) > 0 and max(values) > _LOG_FROM.get(plan.name, math.inf) * sorted(values)[len(values) // 2]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if max(values) < 100 * min(values) else (1,)))
+        axes.yaxis.set_minor_locator(NullLocator())
     # Ticks are round numbers, so that digits appear only where the range needs them.
     show = format_count if plan.name == "throughput" else "{:.6g}".format
     axes.yaxis.set_major_formatter(lambda value, _: show(value))

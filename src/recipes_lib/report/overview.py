@@ -50,6 +50,7 @@ class Entry:
         before: First value of the metric; ``None`` if there is only one.
         after: Last value of the metric; ``None`` without one.
         seconds: Duration; ``None`` if unknown.
+        cost: Price of the training time on all devices; ``None`` without ``device_hour_price``.
         changed: Time of the last modification, in seconds since the epoch; ``None`` if there are no files.
         spark: Points of the sparkline, as returned by ``draw_spark``.
         about: Description of the stage.
@@ -64,6 +65,7 @@ class Entry:
     before: float | None = None
     after: float | None = None
     seconds: float | None = None
+    cost: float | None = None
     changed: float | None = None
     spark: str = ""
     about: str = ""
@@ -155,11 +157,13 @@ def _find_score(path: Path) -> dict[str, Any]:
 def summarize(run: RunFiles) -> dict[str, Any]:
     """Return the ``Entry`` fields of a run: kind, status, step, figure, seconds and sparkline."""
     last = run.train[-1] if run.train else {}
+    seconds, price = read_number(last, "seconds"), read_number(run.config, "device_hour_price")
     facts: dict[str, Any] = {
         "kind": str(run.facts.get("stage", "")),
         "status": str(run.facts.get("status", "")),
         "step": last.get("step"),
-        "seconds": read_number(last, "seconds"),
+        "seconds": seconds,
+        "cost": seconds / 3600 * (read_number(run.facts, "num_processes") or 1) * price if seconds and price else None,
         # The points only: the curves of hundreds of runs would take gigabytes.
         "spark": draw_spark(next((curve for name in _CURVES if (curve := read_curve(run.train, name))), [])),
     }
@@ -230,6 +234,7 @@ def write_overview(folder: Path, entries: Sequence[Entry] | None = None) -> Path
         entries=entries,
         reports={entry.name: report for entry in entries if (report := entry.path / "report.html").is_file()},
         total=sum(entry.seconds or 0 for entry in entries),
+        cost=sum(entry.cost or 0 for entry in entries),
     )
 
 

@@ -227,13 +227,15 @@ def test_total_norm_equals_norm_of_concatenation(dtype, scale):
     assert float(compute_total_norm(tensors)) == pytest.approx(float(expected))
 
 
-def test_total_norm_mixes_sharded_and_plain_tensors():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_total_norm_mixes_sharded_and_plain_tensors(dtype):
     """A fake all-reduce adds nothing: the norm is that of the local shard and the plain tensor."""
     distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
-        cut, plain = distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)], src_data_rank=None), torch.tensor([3.0])
-        # Values 2 and 2 of this rank's shard, and 3.
-        assert float(compute_total_norm([cut, plain])) == pytest.approx(17**0.5)
+        whole, plain = torch.full((4,), 40_000, dtype=dtype), torch.tensor([60_000.0], dtype=dtype)
+        cut = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        # 2, 2 of this rank's shard, and 3, times 20,000: the norm exceeds the largest float16.
+        assert float(compute_total_norm([cut, plain])) == pytest.approx(20_000 * 17**0.5, rel=1e-3)
     finally:
         distributed.destroy_process_group()

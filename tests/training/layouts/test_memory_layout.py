@@ -97,6 +97,20 @@ def test_plan_of_run_on_gpu(configure, monkeypatch) -> None:
     assert plan_run(configure(model_name_or_path="nowhere/at_all"), one, "H100") is None
 
 
+def test_plan_of_run_is_eager_where_ranks_share_layers(configure, monkeypatch) -> None:
+    """As ``choose_compilation`` decides then: the MFU of a compiled run would promise too short a step."""
+    monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
+    # Of so many tokens that the traffic of weights is hidden by compute.
+    large = {"activation_checkpointing": "false", "per_device_train_batch_size": "8192"}
+    shared = plan_launch(find_launch_file("fsdp2_cp"))
+    for launch, is_shorter in ((plan_launch(None), True), (shared, False)):
+        eager, compiled = (
+            plan_run(configure(torch_compile=value, **large), launch, "H100")["step_seconds"]
+            for value in ("false", "true")
+        )
+        assert (compiled < eager) == is_shorter
+
+
 def test_plan_includes_liger_if_used(configure, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
     monkeypatch.setattr("recipes_lib.training.optim.compilation.find_compiler_obstacle", lambda: "")

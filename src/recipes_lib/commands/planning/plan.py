@@ -76,7 +76,7 @@ def run(
     if problems := [*_find_problems(config, num_written if options.gpus else None), *problems]:
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    config = _choose_compilation(config, layouts[0])
+    config = layouts[0].choose_compilation(config)
     hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     planned = PlannedRun(config, compute.find_planned_model(config), options, flags)
@@ -169,12 +169,6 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
         raise ConfigError(*refused)
     size = launch.data_size if is_chosen else options.num_processes or launch.data_size
     return size, launch.world_size, layouts
-
-
-def _choose_compilation(config: RecipeConfig, layout: Layout) -> RecipeConfig:
-    """Return the run without compilation if ranks share layers or tokens, as ``choose_compilation`` decides then."""
-    is_whole = max(layout.tensor, layout.context, layout.pipeline_stages) == 1
-    return config if is_whole else config.with_training({"torch_compile": False})
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
@@ -487,6 +481,7 @@ def plan_stage(
     if config.tokens.max_length is None and not is_rl:
         return StagePlan(gpus)
     layout = build_layout(launch, launch_file or "single_gpu", config.read("gradient_accumulation_steps"))
+    config = layout.choose_compilation(config)
     plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
     config, hours = resolve_checkpointing(config, plan), None
     mfu, _ = find_efficiency(config)

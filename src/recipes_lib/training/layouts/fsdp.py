@@ -205,11 +205,20 @@ def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the global L2 norm of all tensors over all shards, as a ``float32`` scalar that is not a ``DTensor``."""
-    # torch's ``get_total_norm`` has the dtype of the tensors: 8 bits, or in float16 infinity from 65,520.
-    parts = (torch._foreach_norm(group, dtype=torch.float32) for group in _group_by_mesh(tensors))
+    parts = map(_compute_norms, _group_by_mesh(tensors))
     # The norm over the groups' norms is the norm over all tensors.
     norms = [get_full_tensor(torch.linalg.vector_norm(torch.stack(part))) for part in parts]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _compute_norms(tensors: list[Tensor]) -> tuple[Tensor, ...] | list[Tensor]:
+    """Return the ``float32`` norm of each tensor; a 16-bit one would have 8 bits, or be infinite from 65,520."""
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return torch._foreach_norm(tensors)
+    if isinstance(tensors[0], DTensor):
+        # Not at once: DTensor of torch 2.14 takes the dtype below for a dimension (vector_norm_single_dim_strategy).
+        return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    return torch._foreach_norm(tensors, dtype=torch.float32)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Tensor) -> None:

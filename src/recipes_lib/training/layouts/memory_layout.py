@@ -68,12 +68,12 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
     with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated
         if config.recipe not in RL_RECIPES and not config.distillation.lmbda:
-            device, (mfu, _) = choose_device(device_name), find_efficiency(config)
+            layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
+            device, (mfu, _) = choose_device(device_name), find_efficiency(layout.choose_compilation(config))
             verify_peak(device, config)
             model = find_planned_model(config)
             num_flops = count_step(config, model, launch.data_size).num_flops
             seconds = 3600 * compute_hours(num_flops, launch.world_size, device.flops, mfu)
-            layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
             costs = list_costs(config, model, compute_model_size(model).total, layout, device, seconds)
             planned["step_seconds"] = sum(costs.values())
     return planned or None
