@@ -71,7 +71,8 @@ def test_problems_of_all_sections_are_reported(chats, tiny_model_dir, tmp_path, 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**3))
     monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
     add_long_row(chats)
-    argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2", push_to_hub="true")
+    keys = {"attn_implementation": "flash_attention_2", "use_cpu": "true", "push_to_hub": "true"}
+    argv = keys_for(chats, tiny_model_dir, tmp_path, **keys)
     problems, text = run_check(argv)
     messages = [problem.found for problem in problems]
     for words in ("more than the 512 positions", "flash_attention_2", "the disk has"):
@@ -83,9 +84,24 @@ def test_problems_of_all_sections_are_reported(chats, tiny_model_dir, tmp_path, 
 def test_invalid_rows_do_not_hide_other_problems(chats, tiny_model_dir, tmp_path):
     with chats.open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "no answer"}]}\n')
-    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2"))
+    keys = {"attn_implementation": "flash_attention_2", "use_cpu": "true"}
+    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, **keys))
     assert any(problem.where.endswith(":31") for problem in problems)
     assert any("flash_attention_2" in problem.found for problem in problems)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_kernels_of_gpus_are_a_warning_without_one_unless_the_model_lacks_them(
+    chats, tiny_model_dir, tmp_path, monkeypatch, kernel
+):
+    """A recipe for GPUs can be checked on a laptop, which has neither a GPU nor the kernel's package."""
+    argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation=kernel)
+    problems, text = run_check(argv)
+    assert not problems
+    assert f"warning: attn_implementation: {kernel} is for GPUs, and this machine has none" in text
+    monkeypatch.setattr("transformers.LlamaForCausalLM._supports_flash_attn", False)
+    problems, _ = run_check(argv)
+    assert [problem.found for problem in problems] == [f"{kernel} is not supported for llama models by transformers"]
 
 
 @pytest.mark.parametrize("command", ["check", "launch"])

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.rl import keys_task
 from tests.rl.reward_models import write_reward_model
@@ -262,9 +263,15 @@ def test_overlong_prompt_is_reported_or_dropped(check_ppo):
     assert "left out, too long: 1" in output
 
 
-def test_missing_engine_and_unseeded_engine_are_reported(check_ppo):
-    problems, _ = check_ppo(use_vllm=True)
+def test_missing_engine_and_unseeded_engine_are_reported(check_ppo, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    problems, _ = check_ppo(use_vllm=True, use_cpu=True)
     assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
+    # The run is probably for another machine.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    problems, output = check_ppo(use_vllm=True)
+    assert problems == []
+    assert "warning: use_vllm: vLLM is not installed" in output
     problems, output = check_ppo(use_transformers_continuous_batching=True)
     assert problems == []
     assert "continuous batching, not from the seed" in output

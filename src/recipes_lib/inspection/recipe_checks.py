@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.errors import ConfigError, Problem, reported_at
-from recipes_lib.inspection.sections import Inspection, Report
+from recipes_lib.inspection.sections import Inspection, Report, warned_without_gpu
 from recipes_lib.quantities import format_bytes, pluralize
 
 _MAX_REFERENCES: Final = 1000
@@ -268,7 +268,8 @@ class PPOInspection(Inspection):
         if engine.use_vllm:
             from recipes_lib.rl.engines.vllm import check_vllm
 
-            check_vllm()
+            with warned_without_gpu(report):
+                check_vllm()
             where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"
             report(f"answers are sampled by vLLM {where}, not from the seed")
         elif engine.use_transformers_continuous_batching:

@@ -32,6 +32,19 @@ Report = Callable[[str], None]
 """Function that adds a line to a section."""
 
 
+@contextmanager
+def warned_without_gpu(report: Report) -> Iterator[None]:
+    """Report a problem of this machine as a warning if it has no GPU: the run is probably for another machine."""
+    import torch
+
+    try:
+        yield
+    except ConfigError as error:
+        if torch.accelerator.is_available():
+            raise
+        report(f"warning: {error.problems[0].where}: {error.problems[0].found}; {error.problems[0].remedy}")
+
+
 # Sections import what they need themselves, so that the first ones are printed before torch and transformers, which are
 # slow to import.
 class Inspection(ABC):
@@ -242,27 +255,31 @@ class Inspection(ABC):
         """Report the device, the precision and the attention kernel that a run on this machine would use."""
         import torch
 
-        from recipes_lib.models.attention.kernels import choose_kernel
+        from recipes_lib.models.attention.kernels import ABSENT, FLASH_IS_INSTALLED, choose_kernel, find_refusals
         from recipes_lib.training.optim.compilation import choose_compilation, verify_compiler
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         compilation = choose_compilation(self.config, self.launch, is_cuda=False)
-        try:
+        with warned_without_gpu(report):
             verify_compiler(compilation, self.launch)
-        except ConfigError as error:
-            # Without a GPU here, the run is probably for another machine, which has its own compiler.
-            if torch.accelerator.is_available():
-                raise
-            report(f"warning: {error.problems[0].where}: {error.problems[0].found}; {error.problems[0].remedy}")
         precision = resolve_precision(self.config, self.launch.precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
         assert device is not None  # Without an accelerator, `use_cpu` is set.
         products = str(compute_dtype).removeprefix("torch.")
         report(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
+        requested = self.config.model.attn_implementation
+        if requested and requested in FLASH_IS_INSTALLED and device.type == "cpu" and not self.config.read("use_cpu"):
+            gpu = torch.device("cuda")
+            refusal = find_refusals(self.model_config.get_text_config(), gpu, compute_dtype)[requested]
+            if refusal is None or refusal.startswith(ABSENT):
+                report(f"warning: attn_implementation: {requested} is for GPUs, and this machine has none")
+                requested = None
+            else:
+                device = gpu  # The model's reason not to support it, rather than this machine's.
         attention = choose_kernel(
             self.model_config,
-            self.config.model.attn_implementation,
+            requested,
             device=device,
             compute_dtype=compute_dtype,
             packing=self.keeps_documents_apart,

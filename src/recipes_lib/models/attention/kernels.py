@@ -57,6 +57,8 @@ LAYOUTS: Final[dict[str, Layout]] = {
 """``attn_implementation`` -> batch layout in which it isolates documents. Kernels of ``kernels-community`` come from
 the Hub, at the versions of transformers' ``FLASH_ATTN_KERNEL_VERSIONS``."""
 
+ABSENT: Final = "is not installed"
+"""Beginning of the refusal of a kernel that only lacks its package."""
 _HUB: Final = "kernels-community/"
 FLASH_IS_INSTALLED: Final = {
     "flash_attention_2": is_flash_attn_2_available,
@@ -235,11 +237,10 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     is_capable = capability[0] == 9 if is_for_hopper else capability >= least
     layers = [layer for layer in list_layer_configs(config) if getattr(layer, "num_attention_heads", None)]
     head_dim = max((dim for layer in layers for dim in find_head_dims(layer)), default=0)
-    package = f"needs the package kernels, {KERNELS_MIN_VERSION} or later"
+    package = f"{ABSENT}: it needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
         f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
-        package if name.startswith(_HUB) else "is not installed": is_flash and not FLASH_IS_INSTALLED[name](),
         f"has head dimensions up to {_MAX_HEAD_DIM}, and this model has {head_dim}": needs_half
         and head_dim > _MAX_HEAD_DIM,
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
@@ -247,6 +248,8 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
         "cannot cap attention logits, which this model does": has_softcap and name in ("sdpa", "varlen"),
         "has no attention dropout, which this model's configuration sets": (is_varlen or is_newer)
         and has_attention_dropout(config),
+        # Last: without another reason, a machine with the package can use it.
+        package if name.startswith(_HUB) else ABSENT: is_flash and not FLASH_IS_INSTALLED[name](),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

@@ -142,7 +142,7 @@ _MIN_STEPS: Final = 3
 """Length of a shorter run that is checked at its end: a tensor multiplied by a zero-initialised one gets its gradient
 in step 2, or in step 3 after a warmup from 0."""
 UNCHANGED_REMEDY: Final = (
-    "raise learning_rate, write dtype: float32 (weights of 16 bits round updates below 1/256 of them to 0), or choose "
+    "raise learning_rate, write dtype: float32 (bfloat16 rounds updates below 1/512 of a weight to 0), or choose "
     "another optim"
 )
 NOT_FINITE: Final = "its gradient is not finite"
