@@ -49,7 +49,8 @@ WORKDIR /data
 USER 1000
 ENTRYPOINT ["recipes-entrypoint"]
 CMD ["--help"]
-HEALTHCHECK --interval=10m --timeout=2m --start-period=2m CMD ["recipes", "doctor"]
+# Without GPUs: a context on each would take memory from the training.
+HEALTHCHECK --interval=10m --timeout=2m --start-period=2m CMD ["env", "CUDA_VISIBLE_DEVICES=", "recipes", "doctor"]
 ARG VERSION=unknown
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="recipes" \
