@@ -384,7 +384,8 @@ def test_process_with_an_invalid_config_is_a_lost_peer_of_other_ranks(recipe, tm
 
 def test_no_garbage_is_collected_at_exit() -> None:
     """As by Python itself, which takes seconds for the objects of torch."""
-    code = "from recipes_lib.boundary import run_command\nclass Cycle:\n    def __del__(self): print('collected')\n"
+    code = "import gc; from recipes_lib.boundary import run_command; gc.set_threshold(0)\n"  # None by chance.
+    code += "class Cycle:\n    def __del__(self): print('collected')\n"
     assert run_python(f"{code}one = Cycle(); one.own = one; del one; run_command(lambda: None)") == ""
 
 
