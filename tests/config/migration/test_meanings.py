@@ -33,6 +33,7 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("reward", {"max_length"}, []),
         ("grpo", {"max_prompt_length", "missing_eos_penalty"}, ["`overlong: drop`"]),
         ("grpo", {"num_generations"}, ["`missing_eos_penalty: null`"]),
+        ("grpo", {"use_vllm", "missing_eos_penalty"}, ["`vllm_importance_sampling_mode: sequence_mask`"]),
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
         ("ppo", {"num_mini_batches", "overlong", "missing_eos_penalty"}, ["`gradient_accumulation_steps`"]),
         ("rloo", {"num_mini_batches", "overlong", "missing_eos_penalty"}, []),
