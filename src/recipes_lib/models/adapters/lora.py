@@ -299,12 +299,16 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
 
+    # Not ``model.disable_adapter()``, which first reads the state of every layer: as long as all the rest.
+    layers: Any = model.base_model
     try:
-        with evaluating(model), model.disable_adapter():
-            # disable_adapter freezes the adapter, but FSDP2 reads ``requires_grad`` in its first forward pass.
+        with evaluating(model):
+            layers.disable_adapter_layers()
+            # It freezes the adapter, but FSDP2 reads ``requires_grad`` in its first forward pass.
             restore_flags()
             yield
     finally:
+        layers.enable_adapter_layers()
         restore_flags()
 
 
