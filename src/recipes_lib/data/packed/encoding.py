@@ -412,17 +412,17 @@ def read_chat_template(config: RecipeConfig) -> str | None:
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     from huggingface_hub import snapshot_download  # Slow to import, and not needed for a local tokenizer.
-    from huggingface_hub.errors import HfHubHTTPError
 
-    no_answer: type[Exception] = HfHubHTTPError.__bases__[0]  # The base error of the HTTP library.
     is_models = option == "model_name_or_path"
     revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
     try:
         patterns = [*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    # Invalid repository id, no such repository, or offline and not cached.
-    except (no_answer, OSError, ValueError) as error:
+    except Exception as error:
         refusal = explain_refusal_of_hub(error)
+        # Otherwise an invalid repository id, no such repository, or offline and not cached.
+        if refusal is None and not isinstance(error, OSError | ValueError):
+            raise
         found, remedy = refusal or (f"no folder or Hub model {name!r}: {str(error).splitlines()[0]}", "check the name")
         raise ConfigError(Problem(config.locate(option), found, remedy)) from error
 
