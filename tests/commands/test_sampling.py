@@ -136,12 +136,15 @@ class Collector:
             for prompt, n in zip(prompts, numbers, strict=True)
         ]
         finished = [prompt.content != "prompt 3" for prompt in prompts]
-        known = SimpleNamespace(
+        return SimpleNamespace(
+            texts=[f" {n}" if n else self.first for n in numbers],
             scores=torch.tensor(scores),
             finished=torch.tensor(finished),
             scored=torch.tensor([n not in self.unscored for n in numbers]),
         )
-        return known, [f" {n}" if n else self.first for n in numbers]
+
+    def read(self, answers):
+        return answers.texts
 
 
 PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,13 @@ SHORT: dict[str, Any] = {
     "per_device_eval_batch_size": 3,
     "save_strategy": "steps",
     "save_steps": 4,
-    "num_sample_prompts": 2,
+    "num_sample_prompts": 3,
     "learning_rate": 3e-4,
 }
 RUNS: dict[str, dict[str, Any]] = {
     # An adaptive KL coefficient, and a limit of the KL divergence that only some minibatches stay below.
     "models": SHORT | {"kl_target_per_sequence": 0.5, "kl_horizon": 100, "target_kl": 1e-4, "num_ppo_epochs": 3},
-    "adapters": SHORT | {"use_peft": True, "max_steps": 8},
+    "adapters": SHORT | {"use_peft": True, "max_steps": 8, "reward_funcs": "[tests.rl.keys_task:score_and_report]"},
     # Groups of three; uninformative groups are sampled again.
     "dynamic": SHORT
     | {"num_generations": 3, "steps_per_generation": 3, "num_iterations": 1, "max_steps": 6, "save_steps": 3}
@@ -63,7 +64,10 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
         return recipe, build_flags(policy, tmp_path / place / name, prompts, **keys)
 
     jobs = [*(build(name, "two", 4) for name in RUNS), build("adapters", "stopped", 4)]
-    run_forked("tests.rl.keys_task", json.dumps(jobs), 1)
+    said = run_forked("tests.rl.keys_task", json.dumps(jobs), 1)
+    # Sample prompts are divided too: three over two processes, of which the second repeats the last one.
+    assert {int(size) for size in re.findall(r"scores (\d+) answers", said)} == {2, 8}
+    assert all(f"process {rank} scores 2 answers" in said for rank in range(2))
 
     for name in RUNS:
         recipe, flags = build(name, "one", 8)

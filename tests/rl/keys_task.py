@@ -58,6 +58,12 @@ def score_first_key(*, prompts: list[str], completion_ids: list[list[int]], **_:
     return [_share(prompt, ids, -2) for prompt, ids in zip(prompts, completion_ids, strict=True)]
 
 
+def score_and_report(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return the scores of ``score_first_key``, and print how many answers this process scores."""
+    sys.stdout.write(f"process {os.environ.get('RANK', 0)} scores {len(prompts)} answers\n")
+    return score_first_key(prompts=prompts, completion_ids=completion_ids)
+
+
 def score_second_key(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Return the share of each answer's tokens that are the second key."""
     return [_share(prompt, ids, -1) for prompt, ids in zip(prompts, completion_ids, strict=True)]

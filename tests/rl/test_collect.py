@@ -93,7 +93,8 @@ def test_answers_end_at_first_stop_token_or_length_limit(collector_and_prompts):
 
 def test_reward_functions_get_text_without_and_ids_with_stop_token(collector_and_prompts):
     collector, prompts = collector_and_prompts
-    rollout, texts = collector.answer(prompts[:8], range(8))
+    rollout = collector.answer(prompts[:8], range(8))
+    texts = collector.read(rollout)
     assert rollout.scores.tolist() == rollout.lengths.tolist()
     assert texts == SEEN
     for prompt, text, ids, mask in zip(prompts[:8], texts, rollout.response_ids, rollout.mask, strict=True):
@@ -110,7 +111,7 @@ def test_answer_is_unscored_if_all_weighted_rewards_are_none(collector_and_promp
         return [float(at) if at % 2 else None for at in range(len(completion_ids))]
 
     rewards = Rewards({"odd": score_odd_rows, "length": score}, None, [1.0, 0.0])
-    rollout, _ = replace(collector, rewards=rewards).answer(prompts[:4], range(4))
+    rollout = replace(collector, rewards=rewards).answer(prompts[:4], range(4))
     assert rollout.scored.tolist() == [False, True, False, True]
     assert rollout.scores.tolist() == [0, 1, 0, 3]
     assert rollout.rewards[:, 0].isnan().tolist() == [True, False, True, False]
@@ -125,7 +126,7 @@ def test_reward_model_reads_end_token_of_finished_answers_only(collector_and_pro
     add_score_head(model)
     reward_model = RewardModel(model, collector.tokenizer)
     read_the_end(reward_model, ["<eos>"])
-    rollout, _ = replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(prompts[:32], range(32))
+    rollout = replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(prompts[:32], range(32))
     assert 0 < rollout.finished.sum() < 32
     assert ((rollout.scores > 1) == rollout.finished).all()
 

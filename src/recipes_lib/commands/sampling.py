@@ -227,8 +227,9 @@ def sample_pairs(
         repeated = [prompt for prompt in batch for _ in range(num_answers)]
         first = start * num_answers
         # Numbers of answers seed their sampling, so that a resumed file equals an uninterrupted one.
-        answers, texts = collector.answer(repeated, range(first, first + len(repeated)))
-        results = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
+        answers = collector.answer(repeated, range(first, first + len(repeated)))
+        is_whole = answers.finished & answers.scored
+        results = zip(collector.read(answers), answers.scores.tolist(), is_whole.tolist(), strict=True)
         # `is_answer` excludes texts that training data may not contain, such as an empty one or one with a NUL.
         answered = [Answered(text, score, is_usable and is_answer(text)) for text, score, is_usable in results]
         rows = []

@@ -118,15 +118,13 @@ class Collector:
         # Before new weights are loaded, which would replace those that the server is sampling with.
         early = self._take()
         self._load()
-        # All ranks may use one server, which has the new weights only once the main process has sent them.
-        PartialState().wait_for_everyone()
         ends.append(time.perf_counter())
         rollout = self._sample(list(prompts), numbers, early)
         if self._pool is not None and following is not None:
             # Starts here and runs during scoring and the updates, one iteration behind the weights.
             self._request = self._pool.submit(self._generate, None, *following)
         ends.append(time.perf_counter())
-        rollout, _ = self._score(rollout, numbers[0])
+        rollout = self._score(rollout, numbers[0])
         ends.append(time.perf_counter())
         rollout = self._compute_logps_and_values(rollout)
         ends.append(time.perf_counter())
@@ -149,8 +147,8 @@ class Collector:
         # One server may answer all processes.
         PartialState().wait_for_everyone()
 
-    def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
-        """Sample and score answers; return them as tokens, and as texts without special tokens.
+    def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> Rollout:
+        """Sample and score answers, without log-probabilities and values; every process must call.
 
         Args:
             prompts: Prompts, at least one.
@@ -178,6 +176,8 @@ class Collector:
         WATCHDOG.enter("sampling answers")
         with self.models.using("policy") as policy:
             self.generator.load(policy)
+        # All ranks may use one server, which has the new weights only once the main process has sent them.
+        PartialState().wait_for_everyone()
 
     def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int], *track: Any) -> Generated:
         seeds = [(self.args.seed, Stream.ANSWER, number) for number in numbers]
@@ -206,13 +206,12 @@ class Collector:
         # Truncated to the longest answer.
         return rollout.take(range(len(prompts)))
 
-    def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
+    def _score(self, rollout: Rollout, number: int) -> Rollout:
         WATCHDOG.enter("scoring answers (`reward_timeout` limits a call)")
         # Reward functions that draw from global generators must give the same values in a resumed run. Seeded here, and
         # not at the start, because a library may also draw numbers when it is loaded at its first use.
         set_seed((self.args.seed + 7919 * number) % 2**32)
-        answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
-        texts = [self._read(prompt, ids) for prompt, ids in zip(rollout.prompts, answers, strict=True)]
+        answers, texts = rollout.list_ids(), self.read(rollout)
         scorer = None if self.rewards.model is None else self.rewards.model.model
         # Gathered on every process, because each scores other answers, in a different number of batches.
         with gathered_weights(scorer if self.models.reward is None else self.models.policy):
@@ -222,13 +221,17 @@ class Collector:
             "scores": torch.tensor([0.0 if total is None else total for total in scores.total]),
             "rewards": torch.tensor([[math.nan if s is None else s for s in part] for part in scores.parts.values()]).T,
         }
-        return dataclasses.replace(rollout, **known), texts
+        return dataclasses.replace(rollout, **known)
 
-    def _read(self, prompt: PromptRow, answer: list[int]) -> str:
-        """Decode an answer without special tokens; that to a plain prompt as its continuation."""
-        if isinstance(prompt.content, str):
-            return read_continuation(self.tokenizer, prompt.input_ids, answer)
-        return str(self.tokenizer.decode(answer, skip_special_tokens=True))
+    def read(self, answers: Rollout) -> list[str]:
+        """Decode answers without special tokens; those to plain prompts as their continuation."""
+
+        def decode(prompt: PromptRow, answer: list[int]) -> str:
+            if isinstance(prompt.content, str):
+                return read_continuation(self.tokenizer, prompt.input_ids, answer)
+            return str(self.tokenizer.decode(answer, skip_special_tokens=True))
+
+        return list(map(decode, answers.prompts, answers.list_ids()))
 
     def _compute_logps_and_values(self, rollout: Rollout) -> Rollout:
         WATCHDOG.enter("computing log-probabilities")

@@ -75,6 +75,10 @@ class Rollout:
         """Number of tokens of each answer, ``int64 (B,)``."""
         return self.mask.sum(dim=1)
 
+    def list_ids(self) -> list[list[int]]:
+        """Return the token ids of each answer."""
+        return [ids[mask].tolist() for ids, mask in zip(self.response_ids, self.mask, strict=True)]
+
     def take(self, rows: Sequence[int]) -> Self:
         """Return the answers ``rows``, truncated to the longest of them."""
         # Not a view: the tensors of a part can be sent to the device or gathered without the rest.

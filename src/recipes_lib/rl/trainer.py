@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
 from recipes_lib.rl.state import RLState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
-from recipes_lib.stopping import STOP, StopPendingError
+from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.model_layout import save_description
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
@@ -328,30 +328,33 @@ class PolicyTrainer:
 
     def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
         """Return prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
-        chosen = self._choose(first, count)
-        # All ranks need equally many answers: if they are not divisible, some ranks repeat the last one.
-        rounds = math.ceil(count / self._world_size)
-        own = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
+        chosen, own = self._choose(first, count), self._choose_own(count)
         # Answers of one group share their prompt, which is read from the disk once.
         prompts = {at: self._prompts.train[at] for at in {chosen[row] for row in own}}
         return [prompts[chosen[row]] for row in own], [first + row for row in own]
+
+    def _choose_own(self, count: int) -> list[int]:
+        """Return which of ``count`` answers this process samples; equally many on each, the last may be repeated."""
+        rounds = math.ceil(count / self._world_size)
+        return [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
 
     def _evaluate(self) -> None:
         """Answer the sample prompts; an evaluation that a stop request interrupts runs again on resume."""
         WATCHDOG.enter("an evaluation")
         self._collector.settle()
         prompts, step = self._sample_prompts, self.state.step
-        # Collective only if sharded: ranks that left by a stop request stop together with those that finished.
-        with self._saving_on_failure(), agreeing_on_stop() if self._models.is_sharded else suppress(StopPendingError):
-            # Forward passes of a sharded policy are collective; otherwise the main process samples alone.
-            if prompts and (self._rank == 0 or self._models.is_sharded):
+        if prompts:
+            own = self._choose_own(len(prompts))
+            with self._saving_on_failure(), agreeing_on_stop():
                 # The same random numbers in each evaluation, so that only the policy changes.
-                answers, texts = self._collector.answer(prompts, range(len(prompts)))
-                samples, figures = describe_samples(answers, texts, self._tokenizer, self._rewards.names)
-                for sample in samples:
-                    self._log.samples.write({"step": step, **sample})
-                self._log.write("eval", self.state, figures)
-            self.state.evaluated_step = step
+                answers = self._collector.answer([prompts[row] for row in own], own)
+            answers = share(answers, len(prompts))
+            texts = self._collector.read(answers)
+            samples, figures = describe_samples(answers, texts, self._tokenizer, self._rewards.names)
+            for sample in samples:
+                self._log.samples.write({"step": step, **sample})
+            self._log.write("eval", self.state, figures)
+        self.state.evaluated_step = step
 
     @contextmanager
     def _saving_on_failure(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ def test_reward_model_with_too_few_positions_raises(build, policy_dir, tmp_path)
 def test_sampling_keys_reach_sampler(build):
     collector, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
     assert (collector.args.per_device_eval_batch_size, collector.args.seed) == (5, 7)
-    answers, _ = collector.answer(prompts[:8], range(8))
+    answers = collector.answer(prompts[:8], range(8))
     assert int(answers.lengths.max()) == 3
 
 
