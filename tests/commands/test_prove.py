@@ -81,6 +81,22 @@ def test_rows_of_other_machines_and_broken_rows_are_ignored(tmp_path, monkeypatc
     assert "calls 3" in (tmp_path / prove.PAGE).read_text()
 
 
+def test_rows_of_another_commit_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = ["first", "first", "second"]
+    calls: list[str] = []
+
+    def count(_: Bench) -> Mapping[str, Any]:
+        calls.append(commits[0])
+        return {}
+
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "counts", count)])
+    monkeypatch.setattr("recipes_lib.proving.bench.read_git_commit", lambda: commits[0])
+    while commits:
+        assert prove.main(["--output", str(tmp_path)]) == EXIT_DONE
+        del commits[0]
+    assert calls == ["first", "second"]
+
+
 def test_check_of_several_gpus_runs_again_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from recipes_lib.config.table import read_lists
-from recipes_lib.environment import read_versions
+from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.files import replace_text
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.shipped import find_recipe
@@ -125,9 +125,11 @@ class Bench:
         return self.device.type == "cuda"
 
     def describe(self) -> str:
-        """Return the conditions of the results: device, sizes of the checks, and versions of packages."""
+        """Return the conditions of the results: device, sizes of the checks, versions of packages, and the commit."""
         versions = ", ".join(f"{name} {version}" for name, version in read_versions().items())
-        return f"{name_device()}, {'small' if self.is_small else 'full'} sizes, {versions}"
+        sizes = "small" if self.is_small else "full"
+        # With the commit, so that results of earlier code do not pass for those of this one.
+        return f"{name_device()}, {sizes} sizes, {versions}, commit {read_git_commit() or 'unknown'}"
 
     def set_up(self, recipe: str, **keys: Any) -> dict[str, Any]:
         """Return the configuration of a short run without data and model; ``keys`` take precedence."""
