@@ -33,6 +33,12 @@ def apply_quality(text, kind="web", changes=None):
     return reason, document.text
 
 
+@pytest.mark.parametrize("later", ["code_quality", "fineweb_quality"])
+def test_document_without_lines_after_the_c4_filter_ends_there(later):
+    changes = {"text": {"c4_quality": {"min_num_sentences": 0}, later: {}}}
+    assert apply_quality("Please turn JavaScript on", "text", changes) == (None, "")
+
+
 @pytest.mark.parametrize(
     ("name", "upstream"),
     [

@@ -105,11 +105,10 @@ class Quality:
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Return the first violated rule; the C4 filter also removes single lines."""
         for name, quality_filter in self._filters:
-            try:
-                # datatrove's filters return a boolean, or a pair of a boolean and the reason.
-                keeps, reason = get_filter_result(quality_filter.filter(document))
-            except ZeroDivisionError:  # datatrove 0.10 divides by the number of words, which can be 0.
-                keeps, reason = False, "no words"
+            if not document.text:  # The C4 filter has removed all lines; other filters divide by the number of words.
+                return None
+            # datatrove's filters return a boolean, or a pair of a boolean and the reason.
+            keeps, reason = get_filter_result(quality_filter.filter(document))
             if not keeps:
                 return f"{name} {reason}"
         return None
