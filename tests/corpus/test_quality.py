@@ -100,6 +100,13 @@ def test_invalid_threshold_is_refused(changes):
         choose_thresholds("web", changes)
 
 
+def test_filter_that_removes_lines_is_refused_for_chats():
+    """Their text is that of all messages, of which a lost line would cut one or merge two."""
+    with pytest.raises(ConfigError, match="chat: c4_quality removes lines"):
+        choose_thresholds("chat", {"chat": {"c4_quality": {"min_num_sentences": 0}}})
+    assert choose_thresholds("chat", {"chat": {"c4_quality": "off", "gopher_repetition": {}}})
+
+
 def test_code_quality_filter():
     code = "def f(x):\n    return x + 1\n" * 20
     assert apply_quality(code, "code")[0] is None

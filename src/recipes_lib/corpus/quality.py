@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,6 +132,9 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
                 problems.append(_refuse(f"{name}: there is no filter `{filter_name}`", _FILTERS))
             elif values in ("off", False):
                 chosen[name].pop(filter_name, None)
+            elif (name, filter_name) == ("chat", "c4_quality"):
+                others = [other for other in _FILTERS if other != filter_name]
+                problems.append(_refuse("chat: c4_quality removes lines, also those of messages", others))
             elif not isinstance(values, Mapping) or values.keys() - known.keys():
                 problems.append(_refuse(f"{name}.{filter_name}: {values} are not thresholds of this filter", known))
             else:
@@ -141,7 +144,7 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
     return chosen[kind]
 
 
-def _refuse(found: str, known: Mapping[str, Any]) -> Problem:
+def _refuse(found: str, known: Iterable[str]) -> Problem:
     return Problem("quality_thresholds", found, f"write some of {', '.join(known)}")
 
 
