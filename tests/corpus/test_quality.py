@@ -33,6 +33,12 @@ def apply_quality(text, kind="web", changes=None):
     return reason, document.text
 
 
+@pytest.mark.parametrize("later", ["code_quality", "fineweb_quality"])
+def test_document_without_lines_after_the_c4_filter_ends_there(later):
+    changes = {"text": {"c4_quality": {"min_num_sentences": 0}, later: {}}}
+    assert apply_quality("Please turn JavaScript on", "text", changes) == (None, "")
+
+
 @pytest.mark.parametrize(
     ("name", "upstream"),
     [
@@ -92,6 +98,13 @@ def test_thresholds_can_be_changed_and_filters_disabled():
 def test_invalid_threshold_is_refused(changes):
     with pytest.raises(ConfigError, match="quality_thresholds"):
         choose_thresholds("web", changes)
+
+
+def test_filter_that_removes_lines_is_refused_for_chats():
+    """Their text is that of all messages, of which a lost line would cut one or merge two."""
+    with pytest.raises(ConfigError, match="chat: c4_quality removes lines"):
+        choose_thresholds("chat", {"chat": {"c4_quality": {"min_num_sentences": 0}}})
+    assert choose_thresholds("chat", {"chat": {"c4_quality": "off", "gopher_repetition": {}}})
 
 
 def test_code_quality_filter():

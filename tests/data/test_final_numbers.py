@@ -166,3 +166,9 @@ def test_several_values_are_no_reference(text: str) -> None:
     assert read_final_number(text, is_reference=True) is None
     assert read_final_number(f"\\boxed{{{text}}}") is None
     assert read_final_number("She sold 48 clips in April and 24 in May, 72 in all", is_reference=True) == 72
+
+
+@pytest.mark.parametrize("piece", ["!", "$ ", "1,", r"\boxed{", r"\text{"])
+def test_number_is_read_in_linear_time(piece: str) -> None:
+    """As in the answers of a collapsed policy; in quadratic time each of the first two would take minutes."""
+    assert read_final_number(piece * (100_000 // len(piece)) + " = 5") == 5

@@ -293,6 +293,10 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
         {"train.jsonl": GOOD, "other.jsonl": GOOD},
         "`other.jsonl` belongs to no split, and `train.jsonl` to train",
     ),
+    "a stray file after it": (
+        {"dev.jsonl": GOOD, "rows.jsonl": GOOD},
+        "`rows.jsonl` belongs to no split, and `dev.jsonl` to validation",
+    ),
     "two meanings": ({"train-test.jsonl": GOOD}, "belongs to test and train"),
     "a broken file": ({"a.jsonl": GOOD, "b.jsonl": GOOD + b"{\n"}, "b.jsonl:2: invalid JSON"),
     "tests alone": ({"test.jsonl": GOOD}, "no split `train`; found `test`"),

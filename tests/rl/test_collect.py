@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -64,6 +65,18 @@ def test_answer_depends_on_its_number_but_not_on_its_batch(collector_and_prompts
         torch.testing.assert_close(getattr(odd, name), getattr(expected, name), rtol=0, atol=1e-5)
     other, _ = collector.collect(prompts[:12], range(100, 112))
     assert not torch.equal(other.response_ids, whole.response_ids)
+
+
+def test_scored_answers_have_no_columns(collector_and_prompts):
+    """All processes gather the answers of all, and the tests of a program can have megabytes."""
+    collector, prompts = collector_and_prompts
+    seen = []
+    rewards = Rewards({"score": lambda *, tests, **_: seen.extend(tests) or [0.0] * len(tests)}, None, [1.0])
+    given = [dataclasses.replace(prompt, columns={"tests": prompt.where}) for prompt in prompts[:2]]
+    rollout, _ = replace(collector, rewards=rewards).collect(given, range(2))
+    assert seen == [prompt.where for prompt in given]
+    assert [prompt.columns for prompt in rollout.prompts] == [{}, {}]
+    assert [prompt.input_ids for prompt in rollout.prompts] == [prompt.input_ids for prompt in given]
 
 
 def test_results_of_each_model_are_copied_to_host_once(collector_and_prompts, monkeypatch):

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,11 +105,10 @@ class Quality:
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Return the first violated rule; the C4 filter also removes single lines."""
         for name, quality_filter in self._filters:
-            try:
-                # datatrove's filters return a boolean, or a pair of a boolean and the reason.
-                keeps, reason = get_filter_result(quality_filter.filter(document))
-            except ZeroDivisionError:  # datatrove 0.10 divides by the number of words, which can be 0.
-                keeps, reason = False, "no words"
+            if not document.text:  # The C4 filter has removed all lines; other filters divide by the number of words.
+                return None
+            # datatrove's filters return a boolean, or a pair of a boolean and the reason.
+            keeps, reason = get_filter_result(quality_filter.filter(document))
             if not keeps:
                 return f"{name} {reason}"
         return None
@@ -133,6 +132,9 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
                 problems.append(_refuse(f"{name}: there is no filter `{filter_name}`", _FILTERS))
             elif values in ("off", False):
                 chosen[name].pop(filter_name, None)
+            elif (name, filter_name) == ("chat", "c4_quality"):
+                others = [other for other in _FILTERS if other != filter_name]
+                problems.append(_refuse("chat: c4_quality removes lines, also those of messages", others))
             elif not isinstance(values, Mapping) or values.keys() - known.keys():
                 problems.append(_refuse(f"{name}.{filter_name}: {values} are not thresholds of this filter", known))
             else:
@@ -142,7 +144,7 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
     return chosen[kind]
 
 
-def _refuse(found: str, known: Mapping[str, Any]) -> Problem:
+def _refuse(found: str, known: Iterable[str]) -> Problem:
     return Problem("quality_thresholds", found, f"write some of {', '.join(known)}")
 
 

@@ -38,7 +38,7 @@ _VALUE: Final = re.compile(r"=[^=\d]*\d[^=\s,;]*\s*(?:[,;]|and|or)")
 """A value of several, as in `x = 2 or x = 3`."""
 _MAX_ANSWER: Final = 40
 """Characters of the longest answer; a longer text is a solution, in which other numbers precede that of the answer."""
-_HEADING: Final = re.compile(r"\W*(?:(?:Step|Part|Case|Method)\b|\D*$)", re.IGNORECASE)
+_HEADING: Final = re.compile(r"\W*+(?:(?:Step|Part|Case|Method)\b|\D*$)", re.IGNORECASE)
 """A heading of Markdown, such as `#### Step 2` or `#### Conclusion`, instead of an answer after the mark."""
 _POWER: Final = re.compile(r"\s?\^(?!\{?\\circ)|[²³⁰-⁹⁻¼-¾⅐-⅞⁄∕·⋅]")
 _MULTIPLE: Final = re.compile(r"\s*(?:hundred|thousand|[mbtr]+illion|[万萬亿億千百])")

@@ -217,6 +217,8 @@ class Collector:
         with gathered_weights(scorer if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
+            # All processes gather them: without the columns, of which tests of programs can have megabytes a row.
+            "prompts": [dataclasses.replace(prompt, columns={}) for prompt in rollout.prompts],
             "scored": torch.tensor([total is not None for total in scores.total]),
             "scores": torch.tensor([0.0 if total is None else total for total in scores.total]),
             "rewards": torch.tensor([[math.nan if s is None else s for s in part] for part in scores.parts.values()]).T,

@@ -20,7 +20,7 @@ class Rollout:
     """``B`` answers of up to ``T`` tokens, on the CPU; tensors of tokens are ``(B, T)``, right-padded with 0.
 
     Attributes:
-        prompts: Prompt of each answer.
+        prompts: Prompt of each answer; without its columns once the answer is scored.
         numbers: Number of each answer in the run, ``int64 (B,)``.
         response_ids: Tokens of the answers, ``int64 (B, T)``.
         mask: True at answer tokens, ``bool (B, T)``; at least one in each row.

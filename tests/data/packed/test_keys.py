@@ -118,13 +118,13 @@ def test_package_version_changes_key(build_config, monkeypatch, package):
 
 
 def test_code_change_changes_key(build_config, monkeypatch, tmp_path):
-    room = shutil.copytree(
-        Path(encoding.__file__).parents[1], tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    package, ignored = Path(encoding.__file__).parents[2], shutil.ignore_patterns("__pycache__")
+    room, _ = (shutil.copytree(package / name, tmp_path / name, ignore=ignored) for name in ("data", "config"))
     before = key_of(build_config())
     monkeypatch.setattr(encoding, "__file__", str(room / "packed" / "encoding.py"))
     assert key_of(build_config()) == before
-    for module in ("chat/encoder", "chat/templates", "sources/formats", "packed/packing", "masking", "sources/splits"):
+    of_data = ("chat/encoder", "chat/templates", "sources/formats", "packed/packing", "masking", "sources/splits")
+    for module in (*of_data, "../config/chat_messages", "../config/token_ids"):
         source = (room / f"{module}.py").read_text()
         (room / f"{module}.py").write_text(source + "#")
         assert key_of(build_config()) != before, module

@@ -194,6 +194,34 @@ def test_encode_valid_drops_only_failing_rows():
     assert len(problems) == 7
 
 
+def test_valid_rows_are_encoded_together_and_only_named_ones_alone():
+    rows = [Row(where=f"d row {number % 8}", text=str(number)) for number in range(10)]
+    encoded = []
+
+    def encode(chunk, row_ids):
+        encoded.append(list(row_ids))
+        for stage in ({"1"}, {"4", "6"}):  # As of pairs, whose answers are tokenised before they are compared.
+            if bad := [Problem(row.where, "bad") for row in chunk if row.text in stage]:
+                raise DataError(*bad)
+        return list(row_ids)
+
+    chunk, problems = encode_valid(encode, rows, 0, drop=True)
+    # Row 9 has the name of row 1, and is valid.
+    assert chunk == [0, 2, 3, 5, 7, 8, 9]
+    assert [problem.where for problem in problems] == ["d row 1", "d row 4", "d row 6"]
+    assert sorted(one for [one] in (ids for ids in encoded if len(ids) == 1)) == [1, 4, 6, 9]
+    assert len([ids for ids in encoded if len(ids) > 1]) == 3
+
+
+def test_chunk_that_fails_without_a_broken_row_is_an_error():
+    def encode(chunk, row_ids):
+        if len(chunk) > 1:
+            raise DataError(Problem("d", "bad"))
+
+    with pytest.raises(DataError, match="d: bad"):
+        encode_valid(encode, [Row(where="d", text="a"), Row(where="d", text="b")], 0, drop=True)
+
+
 @pytest.mark.parametrize(("num_rows", "is_named"), [(100, True), (99, False)])
 def test_error_names_key_that_drops_so_few_broken_rows(num_rows, is_named):
     broken = BrokenRows(TokensConfig())

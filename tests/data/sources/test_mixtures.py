@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 from tests.rows import write_rows
 
 from recipes_lib.config.schema import DataConfig, TokensConfig
+from recipes_lib.data.sources.local_files import FileSource
 from recipes_lib.data.sources.mixtures import (
     Mixture,
-    Part,
     build_mixture,
     compute_budgets,
     compute_weights,
@@ -23,6 +23,7 @@ from recipes_lib.data.sources.mixtures import (
     load_test_data,
     load_train_data,
 )
+from recipes_lib.data.sources.rows import Entry
 from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import ConfigError, DataError, Problem
 
@@ -118,14 +119,31 @@ def test_drawn_part_that_grows_while_read_keeps_its_draw(files, monkeypatch) -> 
     mixture = build_mixture([{"name": files[0], "repeat": 0.5}])
     expected, draw = texts(mixture), Mixture._draw
 
-    def draw_then_grow(self: Mixture, part: Part, fraction: float) -> Sequence[bool]:
-        drawn = draw(self, part, fraction)
+    def draw_then_grow(self: Mixture, *of_part: Any) -> Sequence[bool]:
+        drawn = draw(self, *of_part)
         with Path(files[0]).open("a") as file:
             file.write('{"text": "later"}\n')
         return drawn
 
     monkeypatch.setattr(Mixture, "_draw", draw_then_grow)
     assert texts(mixture) == expected
+
+
+def test_source_is_read_twice_at_most(files, monkeypatch) -> None:
+    """To count its rows, and to yield them: parsing takes as long as tokenisation."""
+    reads, rows = Counter[str](), FileSource.rows
+
+    def count(self: FileSource) -> Iterator[Entry]:
+        reads[self.name] += 1
+        return rows(self)
+
+    weighted = build_mixture([{"name": files[0], "weight": 0.2}, {"name": files[1], "weight": 0.8}])
+    halved = build_mixture([{"name": files[0], "repeat": 0.5}, {"name": files[1]}])
+    monkeypatch.setattr(FileSource, "rows", count)
+    for mixture, expected in ((weighted, [2, 2]), (halved, [2, 1])):
+        reads.clear()
+        assert texts(mixture)
+        assert [reads[name] for name in files] == expected
 
 
 def test_broken_row_of_repeated_part_is_reported_once(files: tuple[str, str]) -> None:

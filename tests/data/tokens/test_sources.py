@@ -124,10 +124,11 @@ def find_needed_modules(module: str) -> set[str]:
 def test_options_outside_key_leave_bytes_unchanged(build_config, texts):
     needed = find_needed_modules("tokens/token_sets.py") | find_needed_modules("chat/encoder.py")
     assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/readers.py"} <= needed
-    assert not needed & WITHOUT_EFFECT
-    assert not WITHOUT_EFFECT - {path.relative_to(ROOM).as_posix() for path in ROOM.rglob("*.py")}
+    # Otherwise, a change of other modules would tokenise every corpus again.
+    modules = {path.relative_to(ROOM).as_posix() for path in ROOM.rglob("*.py") if path.name != "__init__.py"}
+    assert modules - needed == WITHOUT_EFFECT
     (corpus,) = load_corpora(build_config(dataset_name=texts["a"]))
-    assert corpus.collect_inputs(build_config())["code"].keys() >= needed - WITHOUT_EFFECT
+    assert corpus.collect_inputs(build_config())["code"].keys() >= needed
 
 
 def test_all_tokens_are_trained_for_any_layout(build_config):

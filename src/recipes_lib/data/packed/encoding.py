@@ -335,6 +335,8 @@ TOKENIZER_FILES: Final = (
 _TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
 """Patterns of files that can determine the class of a tokenizer."""
 
+_CONFIG_MODULES: Final = ("chat_messages.py", "token_ids.py")
+"""Modules of ``config`` that determine the messages which templates get, and token ids."""
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
 """Packages whose version can change token ids."""
 _NOT_IN_KEY: Final = {
@@ -355,14 +357,14 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         ConfigError: The tokenizer or the chat template cannot be found.
     """
     options = dataclasses.asdict(config.data) | dataclasses.asdict(config.tokens)
-    template = read_chat_template(config)
+    template, room = read_chat_template(config), Path(__file__).parents[1]
     return {
         "sources": dict(sources),
         "options": {name: value for name, value in options.items() if name not in _NOT_IN_KEY},
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "tokenizer": hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
-        "code": hash_files(Path(__file__).parents[1], ("**/*.py",)),
+        "code": hash_files(room, ("**/*.py",)) | hash_files(room.with_name("config"), _CONFIG_MODULES),
         "versions": {package: version(package) for package in _PACKAGES},
     }
 

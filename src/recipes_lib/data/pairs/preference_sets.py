@@ -288,8 +288,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
     """Return the pairs with the columns of ``prepare_pairs``; their tokens are read in batches."""
     import pyarrow as pa  # Slow to import, and needed only to build a set.
 
-    # (P, 3): prompt, chosen, rejected
-    lengths = np.stack(count_tokens(side), axis=1)
+    lengths = count_tokens(side).T
 
     def read(rows: slice) -> pa.RecordBatch:
         ids, _ = side.examples.read(rows)
@@ -477,22 +476,14 @@ class DropCounts:
         return self.num_lost_tokens / max(1, self.num_answer_tokens)
 
 
-class PairTokens(NamedTuple):
-    """Number of tokens of each prompt, chosen answer and rejected answer, ``int64 (P,)`` each."""
-
-    prompt: IntArray
-    chosen: IntArray
-    rejected: IntArray
-
-
-def count_tokens(pairs: EncodedMixture) -> PairTokens:
-    """Return the lengths of the parts of each pair.
+def count_tokens(pairs: EncodedMixture) -> IntArray:
+    """Return the number of tokens of each prompt, chosen answer and rejected answer, ``int64 (3, P)``.
 
     Args:
         pairs: Pairs as encoded by ``_encode_examples``, with the column ``num_chosen``, tokens of each chosen answer.
     """
-    answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
-    return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
+    answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"]
+    return np.stack([pairs.examples.lengths - answers, chosen, answers - chosen])
 
 
 def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMixture, DropCounts]:
@@ -521,21 +512,21 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
         pairs: At least one pair, as for ``count_tokens``; with the columns ``prompt_digests`` and ``margins``,
             ``float32``, NaN for pairs without a margin.
     """
-    tokens = count_tokens(pairs)
+    prompt, chosen, rejected = count_tokens(pairs)
     terminators: set[int] = set()
     for block in pairs.examples.iterate_blocks():
         ends = np.cumsum(pairs.examples.lengths[block]) - 1
         ids, _ = pairs.examples.read(block)
         # An example ends with the rejected answer; the token before that answer is the end of the chosen one.
-        terminators.update(ids[ends].tolist(), ids[ends - tokens.rejected[block]].tolist())
+        terminators.update(ids[ends].tolist(), ids[ends - rejected[block]].tolist())
     return PairAudit(
-        num_pairs=len(tokens.prompt),
+        num_pairs=len(prompt),
         num_prompts=len(np.unique(pairs.columns["prompt_digests"])),
         num_duplicates=count_duplicates(pairs.digests),
         num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
-        num_prompt_tokens=int(tokens.prompt.sum()),
-        num_chosen_tokens=int(tokens.chosen.sum()),
-        num_rejected_tokens=int(tokens.rejected.sum()),
+        num_prompt_tokens=int(prompt.sum()),
+        num_chosen_tokens=int(chosen.sum()),
+        num_rejected_tokens=int(rejected.sum()),
         **summarize_lengths(pairs.lengths),
         terminators=sorted(terminators),
     )

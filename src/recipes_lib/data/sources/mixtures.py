@@ -208,9 +208,9 @@ class Mixture:
             DataError: Sources are empty or cannot be read further; raised after the last row, for all sources.
         """
         problems: list[Problem] = []
-        for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
+        for part, counts in zip(self.parts, self._count_passes(), strict=True):
             with collect_problems(problems):
-                yield from self._read(part, num_passes)
+                yield from self._read(part, *counts)
         raise_problems(problems, self.name)
 
     def find_places(self, row_ids: npt.NDArray[np.int64], positions: Collection[int]) -> dict[int, str]:
@@ -227,19 +227,20 @@ class Mixture:
         places = {number: entry.where for number, entry in entries if number in wanted}
         return {position: places[number] for position, number in numbers.items()}
 
-    def _count_passes(self) -> list[float]:
-        """Return the number of passes over the rows of each part, which may be fractional."""
+    def _count_passes(self) -> list[tuple[float, int | None]]:
+        """Return the number of passes over the rows of each part, which may be fractional, and of rows, if counted."""
         weights = [part.weight for part in self.parts if part.weight is not None]
         if not weights:
-            return [part.repeat for part in self.parts]
+            return [(part.repeat, None) for part in self.parts]
         counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
         # No row is repeated, so the part with the fewest rows for its weight determines the size of the mixture. Empty
         # parts are read too, which raises.
         total = min((count / weight for count, weight in zip(counts, weights, strict=True) if count), default=0)
-        return [round(total * weight) / count if count else 1 for count, weight in zip(counts, weights, strict=True)]
+        passes = [round(total * weight) / count if count else 1 for count, weight in zip(counts, weights, strict=True)]
+        return list(zip(passes, counts, strict=True))
 
-    def _read(self, part: Part, num_passes: float) -> Iterator[Row | Problem]:
-        drawn = self._draw(part, num_passes)
+    def _read(self, part: Part, num_passes: float, num_rows: int | None) -> Iterator[Row | Problem]:
+        drawn = self._draw(part, num_passes, num_rows)
         if num_passes < 1 and drawn and not any(drawn):
             key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
             found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
@@ -254,14 +255,15 @@ class Mixture:
                 if (not number) if isinstance(entry, Problem) else is_drawn:
                     yield entry
 
-    def _draw(self, part: Part, num_passes: float) -> Sequence[bool]:
+    def _draw(self, part: Part, num_passes: float, num_rows: int | None) -> Sequence[bool]:
         """Return a mask of the rows that the last, partial pass draws, a function of the part's content and the seed.
 
         It is empty if all passes are whole.
         """
         if num_passes and not num_passes % 1:
             return ()
-        num_rows = sum(1 for _ in part.source.rows())
+        if num_rows is None:
+            num_rows = sum(1 for _ in part.source.rows())
         key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
         # The content is part of the seed, so that sources of equal length draw different rows.
         order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)

@@ -316,16 +316,19 @@ def encode_valid(
     """
     problems = {number: entry for number, entry in enumerate(entries, first) if isinstance(entry, Problem)}
     rows = {number: entry for number, entry in enumerate(entries, first) if isinstance(entry, Row)}
-    try:
-        return encode(list(rows.values()), list(rows)), list(problems.values())
-    except DataError as error:
-        if not drop:
-            return None, [*problems.values(), *error.problems]
-    # The error does not say which rows are valid, so each row is encoded separately; few chunks need this.
-    for number, row in list(rows.items()):
+    named: set[str] = set()
+    while True:
+        # Separately, because two rows can have one name: those of two splits of a dataset of the Hub.
+        for number in [number for number, row in rows.items() if row.where in named]:
+            try:
+                encode([rows[number]], [number])
+            except DataError as error:
+                problems[number] = error.problems[0]
+                del rows[number]
         try:
-            encode([row], [number])
+            return encode(list(rows.values()), list(rows)), [problems[number] for number in sorted(problems)]
         except DataError as error:
-            problems[number] = error.problems[0]
-            del rows[number]
-    return encode(list(rows.values()), list(rows)), [problems[number] for number in sorted(problems)]
+            if not drop:
+                return None, [*problems.values(), *error.problems]
+            if named == (named := {problem.where for problem in error.problems}):
+                raise

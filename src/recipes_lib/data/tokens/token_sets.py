@@ -33,14 +33,9 @@ if TYPE_CHECKING:
 
 WITHOUT_EFFECT: Final = frozenset(
     {
-        "packed/supervision_audit.py",
-        "packed/collators.py",
-        "packed/prepared_set.py",
-        "packed/preview.py",
-        "packed/training_data.py",
-        "sources/replay_dataset.py",
-        "tokens/dataset.py",
-        "tokens/token_data.py",
+        *("final_numbers.py", "prompts.py", "pairs/collator.py", "pairs/preference_sets.py"),
+        *("packed/collators.py", "packed/prepared_set.py", "packed/preview.py", "packed/supervision_audit.py"),
+        *("packed/training_data.py", "sources/replay_dataset.py", "tokens/dataset.py", "tokens/token_data.py"),
     }
 )
 """Modules of ``data`` that do not affect the bytes of a token set, and are therefore not part of its key."""
