@@ -131,7 +131,7 @@ def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeyp
 def test_runs_are_read_once_and_listed_before_the_page_fails(recipes, tmp_path: Path, monkeypatch) -> None:
     """As for the runs of a colleague, in a folder that only they may write to."""
     write_run(tmp_path / "a", SFT)
-    (tmp_path / "index.html.partial").mkdir()
+    (tmp_path / "index.html").mkdir()
     reads: list[Path] = []
     monkeypatch.setattr(overview, "read_run", lambda path, names: reads.append(path) or read_run(path, names))
     assert "eval_loss 5 -> 2" in recipes("runs", tmp_path, code=2)
