@@ -133,7 +133,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     command += ["--num_processes", str(num_processes), *overrides, "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
-    return vars(options) | derived | {"starter": list(SRUN), "hours": options.hours or HOURS}
+    return vars(options) | derived | {"starter": list(SRUN)}
 
 
 def _place_on_volume(output_dir: Path, outputs: Sequence[Path] = ()) -> str:
@@ -167,7 +167,7 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters |= {"quote": shlex.quote, "join_words": shlex.join}
-    values = {**job, **_CONSTANTS}
+    values = {**job, "hours": job["hours"] or HOURS, **_CONSTANTS}
     run = templates.get_template("run.sh").render(values)
     text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
     if not CLUSTERS[to].template.endswith(".yaml"):
@@ -271,7 +271,7 @@ def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
+    script.write_text(write_job(options.executor, job), encoding="utf-8")
     # SkyPilot takes secrets as flags; a Kubernetes manifest refers to a stored secret.
     passed = options.secrets if options.executor == "skypilot" else []
     secrets = [word for name in passed for word in ("--secret", name)]
@@ -309,14 +309,12 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
     command = [sys.executable, "-P", "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
     command += ["--launcher", shlex.join(SRUN)] if num_nodes > 1 else []
-    return {
+    return vars(options) | {
         "name": re.sub("[^A-Za-z0-9_.-]+", "-", f"{options.pipeline.stem}-{stage.name}"),
         "num_nodes": num_nodes,
         "gpus_per_node": gpus_per_node,
         "gpu": None,
-        "hours": options.hours or HOURS,
         "cpus_per_gpu": options.cpus_per_gpu or (CPUS_PER_GPU if num_nodes * gpus_per_node == 1 else None),
-        "secrets": options.secrets,
         # The script writes STOP there, which a run reads, and reads `run.json`; other stages have neither.
         "output_dir": str(stage.output) if stage.recipe in RECIPE_NAMES else None,
         "starter": [],
