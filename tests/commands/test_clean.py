@@ -7,7 +7,7 @@ import pytest
 from tests.corpus.texts import write_rows
 from tests.forked import ROOT, run_script
 
-from recipes_lib.commands.clean import describe, main, main_classifier
+from recipes_lib.commands.clean import describe, main, main_classifier, plan
 from recipes_lib.errors import ConfigError
 
 
@@ -46,6 +46,17 @@ def test_check_and_plan_support_corpus_recipe(config, recipes):
     (config.parent / "b.jsonl").write_text("broken\n")
     broken = ["--sources", f"[{{name: {config.parent}/b.jsonl}}]", "--broken_rows", "drop"]
     assert "the first task has no document: " in recipes("check", *flags, *broken, code=2)
+
+
+def test_plan_says_that_sources_of_unknown_size_need_more(config, monkeypatch, capsys):
+    plan(["--config", str(config)])
+    assert "more" not in capsys.readouterr().out
+    # As of a Hub dataset whose card has no sizes.
+    monkeypatch.setattr("recipes_lib.corpus.inputs.count_input_bytes", lambda source: None)
+    plan(["--config", str(config)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a: unknown size"
+    assert all(line.endswith(", and more for sources of unknown size") for line in lines[1:])
 
 
 def test_source_repeated_too_often_is_a_warning():

@@ -155,7 +155,14 @@ def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_broken_torch_is_a_core_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    (finding,) = doctor._probe_torch()
+    (finding,) = doctor._run_probe("torch", doctor._probe_torch)
+    assert (finding.verdict, finding.is_core) == ("broken", True)
+
+
+def test_gpu_whose_properties_cannot_be_read_is_a_core_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (finding,) = doctor._run_probe("torch", doctor._probe_torch)
     assert (finding.verdict, finding.is_core) == ("broken", True)
 
 

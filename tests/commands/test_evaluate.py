@@ -66,7 +66,11 @@ def test_scores_are_in_record_card_and_reports(evaluated: Path) -> None:
 def test_record_that_takes_no_scores_is_a_warning(evaluated: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     record = json.loads((evaluated / "one" / "eval" / "eval.json").read_text())
     monkeypatch.setattr("recipes_lib.evaluation.harness.evaluate_model", lambda config: record)
-    for name, text in (("of-another-program", '{"stage": 3}'), ("read-only", '{"stage": "sft", "config": {}}')):
+    for name, text in (
+        ("of-another-program", '{"stage": 3}'),
+        ("of-a-stranger", '{"stage": "sft", "config": {}, "scores": 5}'),
+        ("read-only", '{"stage": "sft", "config": {}}'),
+    ):
         folder = tmp_path / name
         shutil.copytree(evaluated / "one" / "eval", folder / "eval")
         (folder / "run.json").write_text(text)

@@ -65,7 +65,7 @@ printf '%s\\n' "$@"
 
 @pytest.mark.parametrize(
     ("to", "given", "place"),
-    [("slurm", "runs/a", "runs/a"), ("skypilot", "runs/a", "/data/runs/a"), ("skypilot", "/other/a", "/other/a")],
+    [("slurm", "runs/a", "runs/a"), ("skypilot", "runs/a", "/data/runs/a"), ("skypilot", "/data/a", "/data/a")],
 )
 @pytest.mark.parametrize("recipe", ["sft", "lora"])
 def test_job_launches_its_recipe_into_its_output_directory(write, to, given, place, recipe):
@@ -74,6 +74,11 @@ def test_job_launches_its_recipe_into_its_output_directory(write, to, given, pla
     flags = find_shell_launch(job)
     assert flags[flags.index("--recipe") + 1] == recipe
     assert flags[flags.index("--output_dir") + 1] == place
+
+
+@pytest.mark.parametrize("given", ["/other/a", "../a"])
+def test_output_directory_that_would_be_lost_with_the_machine_is_rejected(write, given):
+    assert "a: is not on the volume, and would be lost" in write("skypilot", *CLOUD, "--output_dir", given, code=2)
 
 
 def test_flag_of_the_recipe_alone_is_rejected(write):

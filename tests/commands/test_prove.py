@@ -156,6 +156,8 @@ def test_process_of_a_check_holds_the_lock_after_a_kill(tmp_path: Path, monkeypa
 def test_unknown_check_and_gpu_count_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no check speed\n    write one of environment, attention-varlen"):
         prove.main(["--only", "environment", "speed"])
+    with pytest.raises(ConfigError, match="--minutes: is nan"):
+        prove.main(["--minutes", "nan", "--output", str(tmp_path / "x")])
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="2 are requested, and this machine has 0"):
             prove.main(["--gpus", "2", "--output", str(tmp_path / "x")])

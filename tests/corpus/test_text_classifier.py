@@ -123,6 +123,8 @@ def test_copies_of_a_text_stay_on_one_side_of_split() -> None:
     assert sum(map(len, (*train.values(), *held_out.values()))) == 300
     with pytest.raises(DataError, match="texts are held out"):
         split_held_out({"good": ["a"] * 3, "bad": plant("bad", 100, 0)}, 0.2)
+    with pytest.raises(DataError, match=r"0 of 100 texts are trained on"):
+        split_held_out({"good": plant("good", 100, 0), "bad": plant("bad", 100, 0)}, 1.0)
 
 
 def test_saved_classifier_round_trips_without_pickle(folder) -> None:

@@ -281,7 +281,12 @@ def test_requests_that_wait_for_their_turn_are_not_sent_after_a_failure() -> Non
     ("url", "found"),
     [
         ("file:///etc/passwd", "no address"),
-        *(("localhost:8000", "no address"), ("ftp://h/v1", "no address"), ("http:///v1", "no address")),
+        *(
+            ("localhost:8000", "no address"),
+            ("ftp://h/v1", "no address"),
+            ("http:///v1", "no address"),
+            ("http://[::1/v1", "no address"),
+        ),
         ("http://h/v1/completions", "answer chats"),
     ],
 )

@@ -60,8 +60,8 @@ def test_selected_layers_are_copied_with_remaining_weights(make, layers, tmp_pat
     assert torch.equal(compute_probe_logits(student), compute_probe_logits(teacher)) == is_whole
 
 
-@pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])
-def test_nonexistent_layer_is_refused(layers) -> None:
+@pytest.mark.parametrize("layers", [[], [0], [5], [1, -1], [2, 1, 2]])
+def test_nonexistent_or_repeated_layer_is_refused(layers) -> None:
     with pytest.raises(ConfigError, match="has layers 1 to 4"):
         prune_layers(build_llama(4), layers)
 

@@ -335,6 +335,16 @@ def test_sigterm_stops_pipeline_after_stage_that_ignores_it(project: Project) ->
     assert project.log == ["a", "b", "c"]
 
 
+def test_stage_that_has_finished_despite_ctrl_c_is_done(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("recipes_lib.pipelines.runner._wait", lambda process: (process.wait(), True))
+        with pytest.raises(PreemptedError):
+            project.go()
+    assert project.read_status() == {"a": "done"}
+    assert project.go() == 0
+    assert project.log == ["a", "b", "c"]
+
+
 def test_hangup_is_ignored_under_nohup(project: Project) -> None:
     (project.folder / "work.sh").write_text(f"kill -HUP $PPID\n{WORK}")
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)

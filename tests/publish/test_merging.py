@@ -1,6 +1,7 @@
 """Merging of LoRA, DoRA and QLoRA adapters, against the adapted model and PEFT."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_qlora_adapter_is_merged_into_full_precision_base(tmp_path, tiny_tokeniz
 
 
 def test_divergence_matches_torch_kl_div():
-    one, other = (compute_next_token_logps(build_model(kind).eval(), TEXTS) for kind in ("llama", "tied"))
+    one, other = ([*compute_next_token_logps(build_model(kind).eval(), TEXTS)] for kind in ("llama", "tied"))
     p, q = torch.cat(one), torch.cat(other)
     for (first, second), (a, b) in {((p, q)): (one, other), ((q, p)): (other, one)}.items():
         expected = torch.nn.functional.kl_div(second, first, reduction="batchmean", log_target=True)
@@ -115,3 +116,17 @@ def test_divergence_matches_torch_kl_div():
         assert agreement.mean_kl == pytest.approx(expected.item(), rel=1e-5)
         assert agreement.same_choice == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert compare(one, other).mean_kl != pytest.approx(compare(other, one).mean_kl, rel=1e-3)
+
+
+def test_comparison_holds_two_texts_of_the_second_model_at_most():
+    model, held = build_model("llama").eval(), []
+
+    def watch():
+        for logps in compute_next_token_logps(model, TEXTS):
+            held.append(weakref.ref(logps))
+            assert sum(one() is not None for one in held) <= 2
+            yield logps
+            del logps
+
+    compare([*compute_next_token_logps(model, TEXTS)], watch())
+    assert len(held) == len(TEXTS)

@@ -1,5 +1,6 @@
 """HTML page of a corpus: removals, samples and escaping."""
 
+import recipes_lib.files
 from recipes_lib.report.html_pages import list_removals, write_corpus_report
 
 
@@ -45,3 +46,16 @@ def test_removals_are_sorted_by_step_and_count():
 def test_empty_corpus_makes_a_page(tmp_path):
     empty = {"read": make_tally(documents_in=0, documents_out=0)}
     assert write_corpus_report(tmp_path, {**MANIFEST, "steps": empty, "tokens": 3}, {}).is_file()
+
+
+def test_processes_that_write_the_same_page_do_not_fail(tmp_path, monkeypatch):
+    flush = recipes_lib.files.fsync
+
+    def write_meanwhile(path):
+        monkeypatch.setattr(recipes_lib.files, "fsync", flush)
+        write_corpus_report(tmp_path, MANIFEST, {})
+        flush(path)
+
+    monkeypatch.setattr(recipes_lib.files, "fsync", write_meanwhile)
+    assert write_corpus_report(tmp_path, MANIFEST, {}).read_text().endswith("</html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

@@ -108,10 +108,10 @@ def test_runs_of_a_sweep_are_in_the_order_of_their_numbers(tmp_path: Path) -> No
     assert [entry.name for entry in list_entries(tmp_path)] == ["7", "sft", "sft-1", "sft-2", "sft-10"]
 
 
-def test_sparkline_of_reward_is_labelled_as_such(tmp_path: Path) -> None:
-    events = [{"kind": "train", "step": step, "loss": 0.0, "objective/score": 0.1 * step} for step in (1, 2)]
-    write_run(tmp_path / "ppo", events, stage="ppo")
-    assert "reward over 2 steps" in write_overview(tmp_path).read_text()
+@pytest.mark.parametrize("name", ["objective/score", "on_policy/divergence", "loss"])
+def test_sparkline_is_labelled_by_its_metric(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path / "a", [{"kind": "train", "step": step, "loss": 0.0, name: 0.1 * step} for step in (1, 2)])
+    assert f"<title>{name} over 2 steps</title>" in write_overview(tmp_path).read_text()
 
 
 def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeypatch) -> None:
@@ -131,7 +131,7 @@ def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeyp
 def test_runs_are_read_once_and_listed_before_the_page_fails(recipes, tmp_path: Path, monkeypatch) -> None:
     """As for the runs of a colleague, in a folder that only they may write to."""
     write_run(tmp_path / "a", SFT)
-    (tmp_path / "index.html.partial").mkdir()
+    (tmp_path / "index.html").mkdir()
     reads: list[Path] = []
     monkeypatch.setattr(overview, "read_run", lambda path, names: reads.append(path) or read_run(path, names))
     assert "eval_loss 5 -> 2" in recipes("runs", tmp_path, code=2)

@@ -103,9 +103,10 @@ def plan(argv: Sequence[str]) -> None:
         sys.stdout.write(f"{label}: {'unknown size' if size is None else format_bytes(size)}\n")
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
+    rest = ", and more for sources of unknown size" if None in sizes.values() else ""
     sys.stdout.write(
-        f"{hours:,.2f} hours on {workers} cores, at {MEGABYTES_PER_SECOND:g} MB/s of text each (docs/results.md)\n"
-        f"disk: at most {format_bytes(total * DISK_SHARE)}, for `.work` and the shards together\n"
+        f"{hours:,.2f} hours on {workers} cores, at {MEGABYTES_PER_SECOND:g} MB/s of text each (docs/results.md)"
+        f"{rest}\ndisk: at most {format_bytes(total * DISK_SHARE)}, for `.work` and the shards together{rest}\n"
     )
 
 

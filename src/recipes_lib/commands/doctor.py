@@ -100,6 +100,8 @@ def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Findin
     try:
         return list(probe())
     except Exception as error:
+        if name in ("packages", "torch"):
+            return [_core_package(name, "broken", _first_line(error))]
         return [Finding(name, "broken", _first_line(error))]
 
 
@@ -143,11 +145,8 @@ def _core_package(name: str, verdict: Verdict, detail: str) -> Finding:
 
 
 def _probe_torch() -> Iterator[Finding]:
-    try:
-        import torch
-    except Exception as error:
-        yield _core_package("torch", "broken", _first_line(error))
-        return
+    import torch
+
     from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle
     from recipes_lib.processes import count_cores
     from recipes_lib.training.layouts.launch_environment import read_environment

@@ -83,8 +83,8 @@ def main(argv: Sequence[str]) -> None:
     """Run the command: write the file to standard output.
 
     Raises:
-        ConfigError: The configuration or the launch file is invalid, or they are incompatible; or a flag is wrong,
-            missing or not supported for the cluster.
+        ConfigError: The configuration or the launch file is invalid, or they are incompatible; a flag is wrong,
+            missing or not supported for the cluster; or ``output_dir`` would be lost with the machine.
     """
     parser = CommandParser("job")
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="type of the cluster")
@@ -116,9 +116,8 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     if problems := list(_find_problems(options, options.to, [options.config])):
         raise ConfigError(*problems)
     output_dir = str(config.training["output_dir"])
-    # Elsewhere only the volume outlives the machine.
-    if options.to != "slurm" and not Path(output_dir).is_absolute():
-        output_dir = f"{DATA}/{output_dir}"
+    if options.to != "slurm":
+        output_dir = _place_on_volume(Path(output_dir))
     name = options.name or _derive_name(Path(output_dir).name)
     # Names of JobSets, and of the clusters of SkyPilot, begin with a letter.
     if not re.fullmatch("[a-z]([a-z0-9-]{0,40}[a-z0-9])?", name):
@@ -134,7 +133,21 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     command += ["--num_processes", str(num_processes), *overrides, "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
-    return vars(options) | derived | {"starter": list(SRUN), "hours": options.hours or HOURS}
+    return vars(options) | derived | {"starter": list(SRUN)}
+
+
+def _place_on_volume(output_dir: Path, outputs: Sequence[Path] = ()) -> str:
+    """Return an output directory, relative ones below ``DATA``: elsewhere, it would be lost with the machine.
+
+    Raises:
+        ConfigError: It or one of the ``outputs`` is elsewhere.
+    """
+    place = Path(normpath(DATA / output_dir))
+    if lost := [one for one in (place, *outputs) if not one.is_relative_to(DATA)]:
+        found = "is not on the volume, and would be lost with the machine"
+        remedy = f"write a relative output_dir or one below {DATA}, and outputs of stages as ${{output_dir}}/..."
+        raise ConfigError(*(Problem(str(one), found, remedy) for one in lost))
+    return str(place)
 
 
 def _derive_name(text: str) -> str:
@@ -154,7 +167,7 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters |= {"quote": shlex.quote, "join_words": shlex.join}
-    values = {**job, **_CONSTANTS}
+    values = {**job, "hours": job["hours"] or HOURS, **_CONSTANTS}
     run = templates.get_template("run.sh").render(values)
     text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
     if not CLUSTERS[to].template.endswith(".yaml"):
@@ -249,20 +262,16 @@ def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     if options.num_nodes > 1:
         remedy = "remove it, or write a job for each recipe with `recipes job`"
         raise ConfigError(Problem("--num_nodes", f"a pipeline on {options.executor} runs on one machine", remedy))
-    output_dir = Path(normpath(DATA / pipeline.output_dir))
     outputs = [stage.output for stage in chosen if not stage.output.is_relative_to(pipeline.output_dir)]
-    if lost := [place for place in (output_dir, *outputs) if not place.is_relative_to(DATA)]:
-        found = "is not on the volume, and would be lost with the machine"
-        remedy = f"write ${{output_dir}}/..., and a relative output_dir or one below {DATA}"
-        raise ConfigError(*(Problem(str(place), found, remedy) for place in lost))
-    command = ["recipes", "run", str(options.pipeline), "--output_dir", str(output_dir)]
+    output_dir = _place_on_volume(pipeline.output_dir, outputs)
+    command = ["recipes", "run", str(options.pipeline), "--output_dir", output_dir]
     command += ["--from", chosen[0].name, "--until", chosen[-1].name]
     # A stem without ASCII letters and digits leaves an empty name.
     name = _derive_name(options.pipeline.stem[:42]) or "pipeline"
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
+    script.write_text(write_job(options.executor, job), encoding="utf-8")
     # SkyPilot takes secrets as flags; a Kubernetes manifest refers to a stored secret.
     passed = options.secrets if options.executor == "skypilot" else []
     secrets = [word for name in passed for word in ("--secret", name)]
@@ -300,14 +309,12 @@ def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> 
     command = [sys.executable, "-P", "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
     command += ["--launcher", shlex.join(SRUN)] if num_nodes > 1 else []
-    return {
+    return vars(options) | {
         "name": re.sub("[^A-Za-z0-9_.-]+", "-", f"{options.pipeline.stem}-{stage.name}"),
         "num_nodes": num_nodes,
         "gpus_per_node": gpus_per_node,
         "gpu": None,
-        "hours": options.hours or HOURS,
         "cpus_per_gpu": options.cpus_per_gpu or (CPUS_PER_GPU if num_nodes * gpus_per_node == 1 else None),
-        "secrets": options.secrets,
         # The script writes STOP there, which a run reads, and reads `run.json`; other stages have neither.
         "output_dir": str(stage.output) if stage.recipe in RECIPE_NAMES else None,
         "starter": [],

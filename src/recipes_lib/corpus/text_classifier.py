@@ -30,8 +30,8 @@ _WORDS: Final = 2
 """Words of the longest n-gram."""
 _INVERSE_REGULARIZATION: Final = 10.0
 """``C`` of scikit-learn; with the default 1, weights stay close to 0, because rows have unit length."""
-_MIN_HELD_OUT: Final = 5
-"""Held-out texts of a label below which its evaluation is meaningless."""
+_MIN_TEXTS: Final = 5
+"""Texts of a label, trained on or held out, below which its evaluation is meaningless."""
 
 Predict = Callable[[str], Mapping[str, float]]
 """Returns the probability of each label of a text."""
@@ -107,7 +107,7 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
     """Return training and held-out texts, about a ``share`` of each label; copies of a text are in the same part.
 
     Raises:
-        DataError: A label has fewer than ``_MIN_HELD_OUT`` held-out texts.
+        DataError: A label has fewer than ``_MIN_TEXTS`` texts in one of the parts.
     """
     parts: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
     for label, group in texts.items():
@@ -117,9 +117,10 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
             # By a 56-bit hash of the content, so that the split is reproducible and does not separate copies.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
     few = [
-        Problem(label, f"{len(group)} of {len(texts[label])} texts are held out", "give more texts of this label")
-        for label, group in parts[1].items()
-        if len(group) < _MIN_HELD_OUT
+        Problem(label, f"{len(part[label])} of {len(group)} texts are {what}", "give more texts of this label")
+        for label, group in texts.items()
+        for part, what in zip(parts, ("trained on", "held out"), strict=True)
+        if len(part[label]) < _MIN_TEXTS
     ]
     raise_problems(few, "recipes classifier")
     return parts

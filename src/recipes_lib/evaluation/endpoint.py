@@ -197,8 +197,11 @@ class Endpoint:
         ]
         if not isinstance(self.request, Mapping):
             problems.append(Problem("request", f"is {self.request!r:.60}", 'write an object: {"top_p": 0.9}'))
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_address = False
+        with suppress(ValueError):  # Of an unfinished IPv6 address.
+            parts = urlsplit(self.url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        if not is_address:
             remedy = "write http://HOST:PORT/v1"
             problems.append(Problem("base_url", f"{self.base_url[:120]!r} is no address of an endpoint", remedy))
         elif self.url.endswith("/completions/chat/completions"):

@@ -406,7 +406,7 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.adapters.lora import add_adapter
-        from recipes_lib.planning.compute import build_on_meta
+        from recipes_lib.planning.compute import build_on_meta, find_dtype
         from recipes_lib.planning.disk import count_state_bytes
 
         model, num_saved = build_on_meta(self.model_config), self.num_parameters
@@ -415,11 +415,9 @@ class Inspection(ABC):
                 model = add_adapter(model, self.config.adapter, seed=0)
         # A frozen vision tower is saved with the model, and has no optimizer states.
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        width = find_dtype(self.model_config, self.config.model.dtype).itemsize
         if self.config.adapter.use_peft:
             num_saved, width = num_trained, 4
-        else:
-            named = self.config.model.dtype
-            width = ((self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)).itemsize
         states = round(num_trained * count_state_bytes(self.config.training, width))
         return self.num_learners * (num_saved * width + states), num_saved * width
 

@@ -268,16 +268,16 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         layers: Numbers of the remaining layers, from 1.
 
     Raises:
-        ConfigError: The model has no such layer, or ``layers`` is empty.
+        ConfigError: The model has no such layer, or ``layers`` is empty or names one twice.
 
     Source: Sanh et al. 2019 (DistilBERT, arXiv 1910.01108, section 3), which takes every second layer;
         ``tests/models/test_layer_copy.py``.
     """
     all_layers = find_layers(model)
     count = len(all_layers)
-    if not layers or min(layers) < 1 or max(layers) > count:
+    if not layers or min(layers) < 1 or max(layers) > count or len({*layers}) < len(layers):
         found = f"{type(model).__name__} has layers 1 to {count}, not {list(layers)}"
-        raise ConfigError(Problem("--layers", found, "name layers that it has"))
+        raise ConfigError(Problem("--layers", found, "name layers that it has, each once"))
     remaining = nn.ModuleList(all_layers[number - 1] for number in layers)
     # Architectures name the list differently (`layers`, `h`), so it is found by identity.
     for parent in model.modules():

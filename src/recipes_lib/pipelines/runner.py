@@ -356,8 +356,8 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
     The code of one that the forwarded SIGTERM ends is ``EXIT_PREEMPTED``.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed; raised when the command has ended.
-        PreemptedError: A stop signal was received, and the command has finished successfully nevertheless.
+        KeyboardInterrupt: Ctrl-C was pressed, and the command has failed; raised when it has ended.
+        PreemptedError: There was a stop signal or Ctrl-C, and the command has finished successfully nevertheless.
         ConfigError: The program does not exist or cannot be executed.
     """
     if missing := find_program(words):
@@ -390,10 +390,10 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Seque
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if (is_interrupted or is_terminated) and code == EXIT_DONE:
+        raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
     if is_interrupted:
         raise KeyboardInterrupt
-    if is_terminated and code == EXIT_DONE:
-        raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
     if is_terminated and code == -signal.SIGTERM:  # A program without a handler.
         return EXIT_PREEMPTED
     return translate_exit_code(code)

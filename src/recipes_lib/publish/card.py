@@ -68,7 +68,9 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     if not (folder / "run.json").is_file():
         return
     run = read_run(folder)
-    record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
+    before = run.facts.get("scores")
+    scores = {**(before if isinstance(before, dict) else {}), **_list_scored(evaluation)}
+    record = {**run.facts, "scores": scores}
     card = build_card(folder, record, run.find_figures())
     replace_record(folder / "run.json", record)
     replace_text(folder / "README.md", card)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -42,29 +42,32 @@ class Agreement:
     num_tokens: int
 
 
-def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the next-token log-probabilities at every position of each text, ``float32 (T, V)``, in nats.
+@torch.no_grad()
+def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Yield the next-token log-probabilities at every position of each text, ``float32 (T, V)``, in nats.
 
     Args:
         model: Causal language model in evaluation mode.
         texts: Token ids of the texts.
     """
-    with torch.no_grad():
-        rows = (torch.tensor([list(text)], device=model.device) for text in texts)
-        return [model(input_ids=row, use_cache=False).logits[0].float().log_softmax(dim=-1).cpu() for row in rows]
+    for text in texts:
+        row = torch.tensor([list(text)], device=model.device)
+        yield model(input_ids=row, use_cache=False).logits[0].float().log_softmax(dim=-1).cpu()
 
 
-def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
+def compare(first: Sequence[Tensor], second: Iterable[Tensor]) -> Agreement:
     """Compare two models by their results of ``compute_next_token_logps`` on the same texts.
+
+    Of the second model, they are read one after the other: those of 200 texts can take 8 GB.
 
     Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_merging.py``.
     """
-    pairs = list(zip(first, second, strict=True))
-    num_tokens = sum(len(logps) for logps in first)
-    # KL(first || second) = sum over V of p (log p - log q): in float32 over V, in float64 over T.
-    kls = ((ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item() for ours, theirs in pairs)
-    same = sum(int((ours.argmax(-1) == theirs.argmax(-1)).sum()) for ours, theirs in pairs)
-    return Agreement(sum(kls) / num_tokens, same / num_tokens, num_tokens)
+    num_tokens, kl, same = sum(map(len, first)), 0.0, 0
+    for ours, theirs in zip(first, second, strict=True):
+        # KL(first || second) = sum over V of p (log p - log q): in float32 over V, in float64 over T.
+        kl += (ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item()
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    return Agreement(kl / num_tokens, same / num_tokens, num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +141,8 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
     Source: ``tests/publish/test_merging.py``.
     """
     as_trained = _compute_on_quantised_base(plan, texts) if plan.compared_on != "full precision" else None
-    in_full, base_alone = _merge_in_float32(plan, texts, folder)
+    reference, of_base = _merge_in_float32(plan, texts, folder, as_trained)
     tokenizer.save_pretrained(folder)
-    reference = in_full if as_trained is None else as_trained
     merged: Any = AutoModelForCausalLM.from_pretrained(folder)
     agreement = compare(reference, compute_next_token_logps(merged.eval(), texts))
     return {
@@ -155,20 +157,25 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
         "num_tokens": agreement.num_tokens,
         "mean_kl": agreement.mean_kl,
         "same_choice": agreement.same_choice,
-        "mean_kl_of_the_base": compare(reference, base_alone).mean_kl,
+        "mean_kl_of_the_base": of_base.mean_kl,
         "versions": find_versions(_PACKAGES),
     }
 
 
-def _merge_in_float32(plan: Merge, texts: Texts, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Write the merged model; return the log-probabilities of the base with and without the adapter."""
+def _merge_in_float32(
+    plan: Merge, texts: Texts, folder: Path, as_trained: list[Tensor] | None
+) -> tuple[list[Tensor], Agreement]:
+    """Write the merged model; return the log-probabilities with the adapter, and their agreement with the base alone.
+
+    Without those on a quantised base, ``as_trained``, they are computed here.
+    """
     # ``on_any_base``: the user's ``--base`` may have another name than the one that the adapter records.
     model = load_adapter(load_causal_lm(plan.base, plan.attn_implementation), str(plan.adapter), on_any_base=True)
     model.eval()
-    with_adapter = compute_next_token_logps(model, texts)
+    reference = list(compute_next_token_logps(model, texts)) if as_trained is None else as_trained
     # Before merging, which changes the weights of the base in place.
     with adapters_off(model):
-        without_adapter = compute_next_token_logps(model, texts)
+        of_base = compare(reference, compute_next_token_logps(model, texts))
     # `safe_merge`: PEFT raises on non-finite sums before it changes the weights.
     merged = model.merge_and_unload(safe_merge=True).to(plan.dtype)
     # As in ``export_model``, for fast generation.
@@ -176,11 +183,11 @@ def _merge_in_float32(plan: Merge, texts: Texts, folder: Path) -> tuple[list[Ten
     if (plan.adapter / "generation_config.json").exists():
         merged.generation_config = GenerationConfig.from_pretrained(plan.adapter)
     merged.save_pretrained(folder)
-    return with_adapter, without_adapter
+    return reference, of_base
 
 
 def _compute_on_quantised_base(plan: Merge, texts: Texts) -> list[Tensor]:
     """Return the log-probabilities of the adapter on its quantised base, as in training."""
     quantization = build_quantization_config(plan.bits, torch.float32, "")
     base = load_causal_lm(plan.base, plan.attn_implementation, quantization)
-    return compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts)
+    return list(compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts))

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from recipes_lib.files import read_lines, read_record, replace_text
+from recipes_lib.files import atomic_file, read_lines, read_record
 
 Record = Mapping[str, Any]
 
@@ -46,8 +46,10 @@ def write_page(
     environment.filters |= filters or {}
     style, hover = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "hover.js"))
     page = environment.get_template(f"{template}.html.jinja").render(style=style, hover=hover, **values)
-    # Model output and file names may contain lone surrogates, which UTF-8 cannot encode.
-    replace_text(path, page.encode(errors="replace").decode())
+    # Shared: `recipes runs` may write the page of a pipeline that is running, which a failure of its own would end.
+    with atomic_file(path, is_shared=True) as partial:
+        # Model output and file names may contain lone surrogates, which UTF-8 cannot encode.
+        partial.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 

@@ -52,6 +52,7 @@ class Entry:
         seconds: Duration; ``None`` if unknown.
         cost: Price of the training time on all devices; ``None`` without ``device_hour_price``.
         changed: Time of the last modification, in seconds since the epoch; ``None`` if there are no files.
+        curve: Name of the metric of the sparkline; empty without one.
         spark: Points of the sparkline, as returned by ``draw_spark``.
         about: Description of the stage.
     """
@@ -67,6 +68,7 @@ class Entry:
     seconds: float | None = None
     cost: float | None = None
     changed: float | None = None
+    curve: str = ""
     spark: str = ""
     about: str = ""
 
@@ -158,6 +160,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     """Return the ``Entry`` fields of a run: kind, status, step, figure, seconds and sparkline."""
     last = run.train[-1] if run.train else {}
     seconds, price = read_number(last, "seconds"), read_number(run.config, "device_hour_price")
+    curves = ((name, read_curve(run.train, name)) for name in _CURVES)
+    drawn, points = next((named for named in curves if named[1]), ("", []))
     facts: dict[str, Any] = {
         "kind": str(run.facts.get("stage", "")),
         "status": str(run.facts.get("status", "")),
@@ -165,7 +169,8 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "seconds": seconds,
         "cost": seconds / 3600 * (read_number(run.facts, "num_processes") or 1) * price if seconds and price else None,
         # The points only: the curves of hundreds of runs would take gigabytes.
-        "spark": draw_spark(next((curve for name in _CURVES if (curve := read_curve(run.train, name))), [])),
+        "spark": draw_spark(points),
+        "curve": drawn,
     }
     for name in _FIGURES:
         records = run.held_out if name.startswith("eval_") else run.train

@@ -415,6 +415,8 @@ def test_too_large_batch_fits_no_gpu(plan_other) -> None:
     assert "the run does not fit H100 SXM" in error
     # Can be copied to a shell.
     assert "`recipes plan --gpus '1xH100 SXM'`" in error
+    # The search needs a peak.
+    assert "`recipes plan --gpus 1xNAME`" in plan_other("ppo", "--gpu", "80GB", code=2, **rows)
     assert "fits NVIDIA A100-SXM4-80GB" in plan_other("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
 
 

@@ -195,6 +195,14 @@ def test_file_of_law_is_read_or_refused(law, resampled, code, scale, tmp_path) -
     assert ("is not a scaling law" in output) is (code == 2)
 
 
+@pytest.mark.parametrize("curve", [5, {"metric": "loss"}])
+def test_file_of_law_with_an_invalid_curve_is_refused(curve, scale, tmp_path) -> None:
+    law = {"law": LAW_VALUES | {"irreducible": 1.5}, "resampled": [], "max_flops": 1e18, "curve": curve}
+    (tmp_path / "law.json").write_text(json.dumps(law))
+    run = ["--parameters", 1e6, "--tokens", 1e6]
+    assert "is not a scaling law" in scale("predict", *run, "--fit", tmp_path / "law.json", code=2)
+
+
 def test_both_published_laws_are_reported(scale) -> None:
     output = scale("plan", "--flops", 5.76e23)
     first, second = output.split("Hoffmann et al. 2022, as printed")

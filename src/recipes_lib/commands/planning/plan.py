@@ -131,7 +131,9 @@ def _print_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_
     if least.peak <= memory:
         raise ConfigError(plan_search.describe_engine("--gpu", least, options.gpu))
     found = f"the run does not fit {options.gpu}: {least.peak / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
-    remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{options.gpu}')}` searches for what does"
+    # The search needs the peak of a GPU, which a size of memory does not have.
+    name = options.gpu if choose_device(options.gpu).flops else "NAME"
+    remedy = f"`recipes plan --gpus {shlex.quote(f'{num_gpus}x{name}')}` searches for what does"
     raise ConfigError(Problem("--gpu", found, remedy))
 
 

@@ -405,7 +405,8 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
     try:
         laws = [build(law) for law in record["resampled"]]
         fit = Fit(build(record["law"]), laws, record["max_flops"], record.get("curve"))
-    except (AttributeError, TypeError, ValueError) as error:
+        fit.predict_curve(Run(*[fit.max_flops] * 3))  # Verifies the curve.
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
     yield str(path), fit
