@@ -95,6 +95,12 @@ def test_read_lines_yields_none_for_invalid_lines(tmp_path) -> None:
     assert list(read_lines(path)) == [{"step": 1}, {"step": 2}]
 
 
+def test_read_lines_raises_if_disk_fails_after_opening() -> None:
+    """What was read before must not pass for the whole file."""
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        list(read_lines(Path("/proc/self/mem")))  # A regular file, whose first page cannot be read.
+
+
 def test_read_lines_bounds_line_length_not_file_size(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.files.MAX_BYTES", 32)
     path = tmp_path / "lines.jsonl"

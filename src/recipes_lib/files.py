@@ -141,14 +141,24 @@ def parse_number(value: Any) -> float | None:
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 
-    A missing file yields nothing; empty lines are skipped. Memory is bounded by the longest line, not by the file.
+    A file that is missing or cannot be opened yields nothing; empty lines are skipped. Memory is bounded by the longest
+    line, not by the file.
+
+    Raises:
+        OSError: The disk fails after the file was opened; ``filename`` is ``path``.
     """
-    # Read as bytes, which are split at line feeds only.
-    with suppress(OSError), _open_regular(path) as file:
-        # A line longer than the bound is read in pieces, which are not valid JSON.
-        for line in iter(partial(file.readline, MAX_BYTES), b""):
-            if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
-                yield parse_record(text.decode(errors="replace"))
+    is_open = False
+    try:
+        with _open_regular(path) as file:
+            is_open = True
+            # Read as bytes, which are split at line feeds only. A line longer than the bound is read in pieces, which
+            # are not valid JSON.
+            for line in iter(partial(file.readline, MAX_BYTES), b""):
+                if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
+                    yield parse_record(text.decode(errors="replace"))
+    except OSError as error:
+        if is_open:  # The lines so far must not pass for the whole file.
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
