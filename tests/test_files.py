@@ -162,7 +162,8 @@ def test_file_system_may_lack_flushes_but_must_not_fail_them(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", refuse)
     for path in (tmp_path, tmp_path / "file"):
         failed = code in (errno.EIO, errno.ENOSPC)
-        with pytest.raises(OSError, match=os.strerror(code)) if failed else nullcontext():
+        # With the path, which the system's error lacks.
+        with pytest.raises(OSError, match=f"{os.strerror(code)}: '{path}'") if failed else nullcontext():
             fsync(path)
 
 

@@ -316,7 +316,7 @@ def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk; no effect if its file system does not support it.
 
     Raises:
-        OSError: The disk is full or fails.
+        OSError: The disk is full or fails; ``filename`` is ``path``.
     """
     # fsync flushes the file, whichever descriptor wrote it.
     descriptor = os.open(path, os.O_RDONLY)
@@ -325,7 +325,7 @@ def fsync(path: Path) -> None:
     except OSError as error:
         # Some network file systems do not support it for directories, and some FUSE file systems not at all.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
