@@ -307,6 +307,12 @@ def inherit_read_permission(file: Path) -> None:
         file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
+def remove_unfinished_weights(folder: Path) -> None:
+    """Delete the weights of killed processes, as safetensors 0.8 names unfinished files: of any size, one for each."""
+    for leftover in folder.glob(".tmp??????"):
+        leftover.unlink(missing_ok=True)
+
+
 def count_bytes(text: str) -> int:
     """Return the size of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
