@@ -101,6 +101,11 @@ def test_read_lines_raises_if_disk_fails_after_opening() -> None:
         list(read_lines(Path("/proc/self/mem")))  # A regular file, whose first page cannot be read.
 
 
+def test_error_of_hash_names_file() -> None:
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        hash_file(Path("/proc/self/mem"))
+
+
 def test_read_lines_bounds_line_length_not_file_size(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.files.MAX_BYTES", 32)
     path = tmp_path / "lines.jsonl"

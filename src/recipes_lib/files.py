@@ -343,12 +343,15 @@ def hash_file(file: Path | BufferedReader) -> str:
         file: Path, or a file opened in binary mode at its beginning.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read; ``filename`` is its path.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return hash_file(opened)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False, waits: bool = False) -> bool | None:
