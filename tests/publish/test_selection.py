@@ -205,7 +205,7 @@ def test_published_record_has_no_machine_paths(run):
 def test_unreadable_run_json_is_not_that_of_a_merged_model(run):
     """Whose status, repository and checkpoints would be lost: a model that a guard has stopped would be published."""
     (finish(run) / "run.json").write_text("{")
-    with pytest.raises(DataError, match="run.json: is not JSON"):
+    with pytest.raises(DataError, match=r"run\.json: is not JSON"):
         find_contents(run, {})
 
 
