@@ -95,6 +95,17 @@ def test_read_lines_yields_none_for_invalid_lines(tmp_path) -> None:
     assert list(read_lines(path)) == [{"step": 1}, {"step": 2}]
 
 
+def test_read_lines_raises_if_disk_fails_after_opening() -> None:
+    """What was read before must not pass for the whole file."""
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        list(read_lines(Path("/proc/self/mem")))  # A regular file, whose first page cannot be read.
+
+
+def test_error_of_hash_names_file() -> None:
+    with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+        hash_file(Path("/proc/self/mem"))
+
+
 def test_read_lines_bounds_line_length_not_file_size(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("recipes_lib.files.MAX_BYTES", 32)
     path = tmp_path / "lines.jsonl"
@@ -156,7 +167,8 @@ def test_file_system_may_lack_flushes_but_must_not_fail_them(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", refuse)
     for path in (tmp_path, tmp_path / "file"):
         failed = code in (errno.EIO, errno.ENOSPC)
-        with pytest.raises(OSError, match=os.strerror(code)) if failed else nullcontext():
+        # With the path, which the system's error lacks.
+        with pytest.raises(OSError, match=f"{os.strerror(code)}: '{path}'") if failed else nullcontext():
             fsync(path)
 
 

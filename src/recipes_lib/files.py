@@ -141,14 +141,24 @@ def parse_number(value: Any) -> float | None:
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 
-    A missing file yields nothing; empty lines are skipped. Memory is bounded by the longest line, not by the file.
+    A file that is missing or cannot be opened yields nothing; empty lines are skipped. Memory is bounded by the longest
+    line, not by the file.
+
+    Raises:
+        OSError: The disk fails after the file was opened; ``filename`` is ``path``.
     """
-    # Read as bytes, which are split at line feeds only.
-    with suppress(OSError), _open_regular(path) as file:
-        # A line longer than the bound is read in pieces, which are not valid JSON.
-        for line in iter(partial(file.readline, MAX_BYTES), b""):
-            if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
-                yield parse_record(text.decode(errors="replace"))
+    is_open = False
+    try:
+        with _open_regular(path) as file:
+            is_open = True
+            # Read as bytes, which are split at line feeds only. A line longer than the bound is read in pieces, which
+            # are not valid JSON.
+            for line in iter(partial(file.readline, MAX_BYTES), b""):
+                if text := line.removeprefix(codecs.BOM_UTF8).strip():  # Programs on Windows begin files with the mark.
+                    yield parse_record(text.decode(errors="replace"))
+    except OSError as error:
+        if is_open:  # The lines so far must not pass for the whole file.
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -297,6 +307,12 @@ def inherit_read_permission(file: Path) -> None:
         file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
+def remove_unfinished_weights(folder: Path) -> None:
+    """Delete the weights of killed processes, as safetensors 0.8 names unfinished files: of any size, one for each."""
+    for leftover in folder.glob(".tmp??????"):
+        leftover.unlink(missing_ok=True)
+
+
 def count_bytes(text: str) -> int:
     """Return the size of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
@@ -306,7 +322,7 @@ def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk; no effect if its file system does not support it.
 
     Raises:
-        OSError: The disk is full or fails.
+        OSError: The disk is full or fails; ``filename`` is ``path``.
     """
     # fsync flushes the file, whichever descriptor wrote it.
     descriptor = os.open(path, os.O_RDONLY)
@@ -315,7 +331,7 @@ def fsync(path: Path) -> None:
     except OSError as error:
         # Some network file systems do not support it for directories, and some FUSE file systems not at all.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -327,12 +343,15 @@ def hash_file(file: Path | BufferedReader) -> str:
         file: Path, or a file opened in binary mode at its beginning.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read; ``filename`` is its path.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return hash_file(opened)
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file.name)) from error
 
 
 def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False, waits: bool = False) -> bool | None:

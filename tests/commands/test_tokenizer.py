@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.faults.moments import kill_at_call
 from tests.rows import write_rows
 from transformers import AutoTokenizer
 
@@ -15,6 +16,7 @@ from recipes_lib.data.chat.templates import ChatTemplate
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.mixtures import Mixture, Part
 from recipes_lib.data.sources.rows import Row
+from recipes_lib.models import vocabulary
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, EOS_TOKEN, measure_usage, train_tokenizer
 
 TEXTS = [f"the {n:03}th function returns the sum of its {n:03} arguments\n  and nothing else\n" for n in range(400)]
@@ -70,6 +72,12 @@ def test_command_is_deterministic(run, data, tmp_path):
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == files
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_command_killed_in_measurement_runs_again(run, data, tmp_path):
+    command = functools.partial(run, data, "--vocab_size", 350, "--output_dir", tmp_path / "out")
+    kill_at_call(command, vocabulary, "measure_usage", 2)
+    assert "held-out tail" in command()
 
 
 def test_folder_with_files_is_refused_before_reading(run, tmp_path):

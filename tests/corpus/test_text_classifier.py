@@ -167,6 +167,10 @@ def test_killed_training_leaves_no_weights_under_earlier_labels(tmp_path, monkey
         swapped.save(tmp_path, {})
     with pytest.raises(ConfigError, match="is not a classifier"):
         read_linear(tmp_path)
+    (tmp_path / ".tmpVRU6HF").write_bytes(b"unfinished weights of a killed process")
+    monkeypatch.undo()
+    swapped.save(tmp_path, {})
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_classifier_step_records_score_and_applies_threshold(folder) -> None:

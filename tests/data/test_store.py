@@ -216,7 +216,10 @@ def test_publication_killed_at_a_rename_is_completed(tmp_path, call):
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-@pytest.mark.parametrize(("code", "remedy"), [(errno.ENOSPC, "free some space"), (errno.EACCES, "make the folder")])
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "free some space"), (errno.EACCES, "make the folder"), (errno.EIO, "check the disk")],
+)
 def test_disk_error_is_data_error_and_leaves_no_files(tmp_path, monkeypatch, failing, code, remedy):
     def fail(*_):
         raise OSError(code, os.strerror(code))

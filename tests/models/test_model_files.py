@@ -54,6 +54,10 @@ def test_is_model_requires_weights_and_configuration(tmp_path, names, holds):
             lambda file: file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\n"),
             "git lfs pull",
         ),
+        (
+            lambda file: (file.unlink(), file.symlink_to(file.name)),
+            "model.safetensors cannot be opened again: [Errno 40]",
+        ),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
         (split_off_shard, f"{SHARDS[1]} is missing"),
         (lambda file: (file.rename(file.with_name(SHARDS[0])), file.with_name(INDEX).write_text("{")), "is not JSON"),

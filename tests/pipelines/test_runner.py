@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from tests.forked import Launch
 from recipes_lib.config.command_flags import holds
 from recipes_lib.errors import EXIT_PREEMPTED, ConfigError, DataError, PreemptedError
 from recipes_lib.files import name_record, try_lock
+from recipes_lib.pipelines import runner
 from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
 from recipes_lib.pipelines.runner import (
     find_broken_gates,
@@ -106,6 +108,23 @@ def test_finished_stages_are_skipped_and_changed_ones_rerun_with_dependents(proj
     assert project.log == ["a", "b", "c", "b", "c"]
     assert (project.folder / "out" / "b.replaced-1" / "metrics.jsonl").exists()
     assert len((project.folder / "out" / "b" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_failing_disk_is_no_change_of_data(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the output of a finished stage would be renamed, and computed again."""
+
+    def fail(file: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+
+    (project.folder / "rows.jsonl").write_text("{}")
+    (project.folder / "b.yaml").write_text(json.dumps({"dataset_name": str(project.folder / "rows.jsonl")}))
+    assert project.go() == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "compute_digest", fail)
+        with pytest.raises(OSError, match=r"Input/output error.*rows\.jsonl"):
+            project.go()
+    assert project.go() == 0
+    assert project.log == ["a", "b", "c"]
 
 
 def test_changed_output_leaves_files_at_its_place(tmp_path: Path) -> None:

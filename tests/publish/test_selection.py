@@ -202,6 +202,13 @@ def test_published_record_has_no_machine_paths(run):
     assert json.loads((run / "run.json").read_text()) == json.loads(before) | {"status": "done"}
 
 
+def test_unreadable_run_json_is_not_that_of_a_merged_model(run):
+    """Whose status, repository and checkpoints would be lost: a model that a guard has stopped would be published."""
+    (finish(run) / "run.json").write_text("{")
+    with pytest.raises(DataError, match=r"run\.json: is not JSON"):
+        find_contents(run, {})
+
+
 @pytest.mark.parametrize("facts", [{"job": 7}, {"stage": "sft"}, {"stage": "sft", "config": "sft.yaml"}])
 def test_foreign_run_json_is_rejected(run, facts):
     finish(run)

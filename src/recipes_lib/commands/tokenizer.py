@@ -60,10 +60,11 @@ def main(argv: Sequence[str]) -> None:
             remedy = f"give more text, or write --vocab_size {len(tokenizer)}: no further pair of tokens occurs twice"
             raise DataError(Problem(", ".join(options.data), found, remedy))
         tokenizer.save_pretrained(folder)
-    with Console(stderr=True).status("counting tokens"):
-        # Read again instead of kept in memory.
-        usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture.rows(tokens), template)))
-        held_out = measure_usage(tokenizer, tail.texts)
+        # Before the folder exists: after a kill, the same command would refuse it, and the figures would be lost.
+        with Console(stderr=True).status("counting tokens"):
+            # Read again instead of kept in memory.
+            usage = measure_usage(tokenizer, HeldOutTail().split(read_texts(mixture.rows(tokens), template)))
+            held_out = measure_usage(tokenizer, tail.texts)
     sys.stderr.writelines(f"warning: {line}\n" for line in broken.list_warnings("rows"))
     sys.stdout.writelines(f"{line}\n" for line in describe(tokenizer, usage, held_out))
     sys.stdout.write(f"written to {options.output_dir}\n")

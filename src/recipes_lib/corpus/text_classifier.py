@@ -18,7 +18,7 @@ from recipes_lib.corpus.documents import hash_name
 from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, list_labels, load_fasttext, predict_fasttext, verify_label
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems, verify_extra
-from recipes_lib.files import atomic_file, read_record, read_text, replace_record
+from recipes_lib.files import atomic_file, read_record, read_text, remove_unfinished_weights, replace_record
 
 SETTINGS_FILE: Final = "classifier.json"
 WEIGHTS_FILE: Final = "weights.safetensors"
@@ -82,6 +82,7 @@ class LinearClassifier:
         folder.mkdir(parents=True, exist_ok=True)
         # A process that is killed between the files must not leave new weights under the labels of an earlier training.
         (folder / SETTINGS_FILE).unlink(missing_ok=True)
+        remove_unfinished_weights(folder)
         with atomic_file(folder / WEIGHTS_FILE) as partial:
             save_file({"weight": self.weight, "bias": self.bias}, partial)
         record = {"labels": list(self.labels), "num_words": self.num_words, "evaluation": evaluation}

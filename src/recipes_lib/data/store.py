@@ -376,6 +376,8 @@ def explain_disk_errors(root: Path) -> Iterator[None]:
     except OSError as error:
         # numpy reports a full disk as "N requested and M written", without an error number.
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
-        remedy = "free some space, or set" if is_full else "make the folder writable, or set"
+        has_failed = error.errno in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+        otherwise = "check the disk (`dmesg`) and `ulimit -n`" if has_failed else "make the folder writable"
+        remedy = "free some space" if is_full else otherwise
         found = f"the prepared set cannot be written: {error.strerror or error}"
-        raise DataError(Problem(str(root), found, f"{remedy} prepared_dir to another folder")) from error
+        raise DataError(Problem(str(root), found, f"{remedy}, or set prepared_dir to another folder")) from error

@@ -111,6 +111,7 @@ def read_header_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _read_shapes(file: Path) -> dict[str, list[int]]:
+    file.open("rb").close()  # safetensors reports any file that it cannot open as missing.
     # framework="numpy" does not import torch.
     with safe_open(file, framework="numpy") as tensors:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (no mapping)

@@ -260,7 +260,7 @@ class _Progress:
 def _digest_data(stage: Stage, outputs: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield name and SHA-256 of each local data file of a stage; those in outputs of stages are covered by `needs`."""
     given: dict[str, Any] = {}
-    # An invalid value is an error of the stage, as is a file that cannot be read.
+    # An invalid value is an error of the stage.
     with suppress(ConfigError):
         if stage.argv[:1] == ["--config"] and isinstance(read := read_yaml(find_shipped(Path(stage.argv[1]))), dict):
             given |= read
@@ -271,7 +271,8 @@ def _digest_data(stage: Stage, outputs: Sequence[Path]) -> Iterator[tuple[str, s
     for place in map(Path, filter(is_local, named)):
         for file in [place] if place.is_file() else sorted(place.rglob("[!.]*")):
             if file.is_file() and not any(file.resolve().is_relative_to(output) for output in outputs):
-                with suppress(OSError):
+                # Of another user, or just deleted. The failure of a disk would look like changed data: it is raised.
+                with suppress(PermissionError, FileNotFoundError):
                     yield str(file.relative_to(place)), compute_digest(file).hex()
 
 

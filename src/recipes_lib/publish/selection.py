@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_record, verify_fields
+from recipes_lib.files import read_record
 from recipes_lib.models.model_files import (
     MODEL_FILES,
     SENTENCEPIECE,
@@ -127,15 +127,13 @@ def collect_files(contents: Contents, folder: Path) -> Files:
 
 
 def read_facts(folder: Path) -> Mapping[str, Any]:
-    """Read ``run.json`` of a folder; empty if it does not exist or is truncated.
+    """Read ``run.json`` of a folder; empty if it does not exist.
 
     Raises:
-        DataError: It was not written by a recipe.
+        DataError: It cannot be read, or was not written by a recipe.
     """
-    facts = read_run(folder).facts if (folder / "run.json").is_file() else {}
-    if facts:
-        verify_fields(facts, {"stage": str, "config": dict}, str(folder / "run.json"))
-    return facts
+    file = folder / "run.json"
+    return read_record(file, {"stage": str, "config": dict}) if file.is_file() else {}
 
 
 def list_published(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import fsync, inherit_read_permission, read_record
+from recipes_lib.files import fsync, inherit_read_permission, read_record, remove_unfinished_weights
 from recipes_lib.models.adapters.roles import drop_scorers
 from recipes_lib.models.heads.scoring import RewardStatistics, store_reward_statistics
 from recipes_lib.rl.models import ActorCritic
@@ -158,8 +158,7 @@ def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *
     weights = gather_trained_state(critic)
     if not is_main:
         return
-    for leftover in folder.glob(".tmp*"):  # The weights of a killed process, as safetensors 0.8 names unfinished files.
-        leftover.unlink()
+    remove_unfinished_weights(folder)
     bias = float(weights.pop("score.bias", 0.0))
     store_reward_statistics(critic, RewardStatistics(mean=-bias, std=1.0))
     critic.save_pretrained(folder, state_dict=weights)

@@ -1,7 +1,10 @@
 """Loading of saved adapters on the base they were trained on, and refusals with the reason."""
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import peft
 import pytest
@@ -77,6 +80,19 @@ def test_loaded_adapter_is_frozen_and_equals_plain_peft(saved):
     assert torch.equal(compute_logits(adapted), logits)
     assert torch.equal(compute_logits(PeftModel.from_pretrained(load_model(base), folder)), logits)
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
+
+
+def test_unreadable_weights_are_not_missing(saved, monkeypatch):
+    """Such as those of another user: safetensors 0.8 creates files with mode 600."""
+    base, folder, _ = saved
+    model = load_model(base)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*adapter_model\.safetensors"):
+        load_adapter(model, str(folder))
 
 
 def test_bfloat16_adapter_is_trained_in_float32(saved):

@@ -142,12 +142,18 @@ def convert_to_original_base(folder: Path, initial_factors: dict[str, Tensor]) -
 
 
 def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tuple[str, str]]:
-    """Yield problem and remedy for each reason why a saved adapter cannot be loaded on any model."""
+    """Yield problem and remedy for each reason why a saved adapter cannot be loaded on any model.
+
+    Raises:
+        OSError: Its weights cannot be opened.
+    """
     if saved.peft_type != "LORA":
         yield f"is a {saved.peft_type} adapter", "name a LoRA adapter, or merge it with PEFT first"
         return
     if not (folder / ADAPTER_WEIGHTS).is_file():
         yield f"has no {ADAPTER_WEIGHTS}", "pickled weights could run code: convert them where you trust them"
+    else:  # safetensors reports any file that it cannot open as missing.
+        (folder / ADAPTER_WEIGHTS).open("rb").close()
     # Without a task, as by LoraConfig's default, the adapter fits any.
     if saved.task_type not in (None, task_type):
         yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"

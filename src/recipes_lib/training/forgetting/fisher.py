@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from recipes_lib.errors import ConfigError, DataError, Problem, list_first
-from recipes_lib.files import atomic_file, read_record, replace_record
+from recipes_lib.files import atomic_file, read_record, remove_unfinished_weights, replace_record
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy, sample_targets
 from recipes_lib.models.inference import find_device
 from recipes_lib.training.collectives import get_rank, get_world_size, sum_tensor
@@ -164,6 +164,7 @@ def write_fisher(folder: Path, fisher: Fisher, **facts: Any) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD_FILE).unlink(missing_ok=True)
+    remove_unfinished_weights(folder)
     with atomic_file(folder / FISHER_FILE) as path:
         save_file({name: value.cpu().contiguous() for name, value in fisher.diagonal.items()}, path)
     counts = {"num_documents": fisher.num_documents, "num_tokens": fisher.num_tokens}
