@@ -97,6 +97,18 @@ def find_softcap(text_config: PreTrainedConfig) -> float | None:
     return next((cap for name in names if (cap := getattr(text_config, name, None)) is not None), None)
 
 
+def find_logit_scale(text_config: PreTrainedConfig) -> float:
+    """Return the factor of the logits, by the key of Cohere, Falcon-H1, Granite or Inkling; 1 without one."""
+
+    def read(name: str) -> float:
+        return 1.0 if (value := getattr(text_config, name, None)) is None else float(value)
+
+    scale = read("logit_scale") * read("lm_head_multiplier") / read("logits_mup_width_multiplier")
+    # HyperCLOVA X multiplies by the key by which Granite and MiniCPM3 divide.
+    is_factor = text_config.model_type == "hyperclovax"
+    return scale * read("logits_scaling") if is_factor else scale / read("logits_scaling")
+
+
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
     return any(getattr(text_config, name, 0.0) for name in _ATTENTION_DROPOUT)
