@@ -160,7 +160,7 @@ def choose_kernel(
             packed documents.
     """
     config = config.get_text_config()
-    mixing = _packing_problems(config)
+    mixing = find_packing_problems(config)
     problems = mixing if packing else []
     # Other kernels are faster than sdpa only for packed rows on CUDA. FlashAttention 3 needs Hopper; the flash-attn
     # package and torch's variable-length attention both are FlashAttention 2.
@@ -209,7 +209,7 @@ def explain_choice(
     return f"{implementation} ({'; '.join(reasons)})" if reasons else implementation
 
 
-def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
+def find_packing_problems(config: PreTrainedConfig) -> list[Problem]:
     """Return the reasons why packed documents would not be isolated, according to the configuration."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
