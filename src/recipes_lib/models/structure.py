@@ -335,15 +335,23 @@ def find_outside_text(model: Any) -> list[str]:
 
     Source: ``get_decoder`` of transformers; ``tests/models/test_text_part.py``.
     """
-    if model.config.get_text_config() is model.config:
+    config, parts = model.config, model.base_model
+    if not config.sub_configs:
         return []
-    # The decoder is the text model.
     paths = {id(module): path for path, module in model.named_modules()}
-    text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
-    parts = model.get_submodule(base)
+    if config.get_text_config() is config:
+        # Phi-4-multimodal has no text model of its own, but a module with encoders.
+        return [paths[id(child)] for child in parts.children() if _has_encoder(child)]
+    # The decoder is the text model.
+    text = paths[id(model.get_decoder())]
     names = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
-    found = [f"{base}.{name}".removeprefix(".") for name in names]
+    found = [f"{paths[id(parts)]}.{name}".removeprefix(".") for name in names]
     return [path for path in found if not is_outside(text, [path])]
+
+
+def _has_encoder(module: nn.Module) -> bool:
+    configs = (getattr(part, "config", None) for part in module.modules())
+    return any(getattr(config, "base_config_key", None) in ("vision_config", "audio_config") for config in configs)
 
 
 def is_outside(path: str, parts: list[str]) -> bool:
