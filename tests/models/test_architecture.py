@@ -10,7 +10,12 @@ from transformers import AutoConfig, GenerationConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.architecture import build_model_config, find_model_config, start_causal_lm
+from recipes_lib.models.architecture import (
+    build_model_config,
+    explaining_model,
+    find_model_config,
+    start_causal_lm,
+)
 from recipes_lib.models.loading import check_agreement, load_causal_lm
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -170,3 +175,13 @@ def test_inconsistent_sizes_and_non_causal_models_are_refused(tiny_tokenizer, ar
     with pytest.raises(ConfigError) as raised:
         start()
     assert raised.value.problems[0].where == "model_config"
+
+
+def test_missing_package_of_an_architecture_is_named() -> None:
+    message = "\nTimmWrapperModel requires the timm library. Install it with pip:\n`pip install timm`."
+    with (
+        pytest.raises(ConfigError, match=r"requires the timm library.*`pip install timm`") as raised,
+        explaining_model(AutoConfig.for_model("llama"), "cannot be built", "choose another architecture"),
+    ):
+        raise ImportError(message)
+    assert raised.value.problems[0].remedy == "install the package"

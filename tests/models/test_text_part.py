@@ -11,6 +11,8 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     HrmTextConfig,
     HrmTextForCausalLM,
+    Phi4MultimodalConfig,
+    Phi4MultimodalForCausalLM,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -18,7 +20,7 @@ from transformers import (
 )
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig
-from recipes_lib.models.adapters.lora import add_adapter, check_layers, load_adapter
+from recipes_lib.models.adapters.lora import add_adapter, check_layers, find_targets, load_adapter
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.saved_weights import read_published_shapes
 from recipes_lib.models.structure import find_layers, find_outside_text, freeze_outside_text, prune_layers
@@ -37,6 +39,18 @@ def test_trained_parameters_are_those_with_gradient_from_text(tmp_path):
     model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path), dtype="float32"), "eager")
     assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == expected
     assert not any(name.startswith(OUTSIDE) for name in expected)
+
+
+def test_encoders_of_a_model_without_text_configuration_are_frozen_and_get_no_adapter():
+    encoder = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes = {"audio_config": {**encoder, "num_blocks": 1}, "vision_config": {**encoder, "num_hidden_layers": 1}}
+    with torch.device("meta"):
+        config = Phi4MultimodalConfig(**SHAPE, **sizes, pad_token_id=0)
+        model = Phi4MultimodalForCausalLM(config)
+    freeze_outside_text(model)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("model.embed_tokens_extend.")}
+    assert not [path for path in find_targets(model, AdapterConfig()) if "embed_tokens_extend" in path]
 
 
 def build_qwen3_5():

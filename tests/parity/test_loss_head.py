@@ -13,12 +13,14 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     DogeConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HyperCLOVAXConfig,
     Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -58,6 +60,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granitemoe": GraniteMoeConfig(**WITHOUT_HEAD_DIM, **EXPERTS, logits_scaling=4.0),
     "cohere": CohereConfig(**WITHOUT_HEAD_DIM, logit_scale=0.25),
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=2.0),
+    "hyperclovax": HyperCLOVAXConfig(**SHAPE, logits_scaling=0.25),
+    "falcon_h1": FalconH1Config(
+        **SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, lm_head_multiplier=0.25
+    ),
     "phi_with_bias": PhiConfig(**SHAPE),
     "gpt_neox": GPTNeoXConfig(**WITHOUT_HEAD_DIM, attention_dropout=0.0, hidden_dropout=0.0),
     # Dense layers, though the configuration requests a loss of experts.

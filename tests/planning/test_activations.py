@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -36,7 +37,7 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory import count_kept, plan_memory
 from recipes_lib.planning.memory_plan import Layout
 
 ARGUMENTS = {
@@ -172,6 +173,16 @@ def test_no_probabilities_are_kept_with_latent_attention_or_dropout(config) -> N
             return count_activations(model, 2, length, length - 1).layers[1].total
 
     assert count(96) == 3 * count(32)
+
+
+def test_sparse_attention_which_reads_its_mask_is_counted(tiny_model_dir) -> None:
+    sizes = {"qk_rope_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16}
+    config = DeepseekV32Config(
+        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, **heads, **sizes
+    )
+    run = build_config("sft", model_name_or_path=tiny_model_dir, max_length=64)
+    assert count_kept(run, config, Layout("single_gpu")).layers[1].total > 0
 
 
 FEW_HEADS = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

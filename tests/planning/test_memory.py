@@ -597,4 +597,4 @@ def test_model_with_own_attention_classes_is_planned(build, model) -> None:
 
 def test_architecture_that_cannot_be_counted_raises_with_reason(build) -> None:
     with pytest.raises(ConfigError, match=r"a ctrl model .*no layers that support"):
-        plan_memory(build("sft"), CTRLConfig(**FEW_LAYERS), SINGLE)
+        plan_memory(build("sft"), CTRLConfig(**FEW_LAYERS), SHARDED)

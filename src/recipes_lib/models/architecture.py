@@ -190,7 +190,10 @@ def explaining_model(config: PreTrainedConfig, problem: str, remedy: str) -> Ite
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        found = f"a {config.model_type} model {problem}: {read_last_line(error):.300}"
+        reason = read_last_line(error)
+        if isinstance(error, ImportError):  # As of timm, for Gemma 3n; the message has two lines.
+            reason, remedy = " ".join(str(error).split()), "install the package"
+        found = f"a {config.model_type} model {problem}: {reason:.300}"
         raise ConfigError(Problem("model_config", found, remedy)) from error
 
 

@@ -97,6 +97,18 @@ def find_softcap(text_config: PreTrainedConfig) -> float | None:
     return next((cap for name in names if (cap := getattr(text_config, name, None)) is not None), None)
 
 
+def find_logit_scale(text_config: PreTrainedConfig) -> float:
+    """Return the factor of the logits, by the key of Cohere, Falcon-H1, Granite or Inkling; 1 without one."""
+
+    def read(name: str) -> float:
+        return 1.0 if (value := getattr(text_config, name, None)) is None else float(value)
+
+    scale = read("logit_scale") * read("lm_head_multiplier") / read("logits_mup_width_multiplier")
+    # HyperCLOVA X multiplies by the key by which Granite and MiniCPM3 divide.
+    is_factor = text_config.model_type == "hyperclovax"
+    return scale * read("logits_scaling") if is_factor else scale / read("logits_scaling")
+
+
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
     return any(getattr(text_config, name, 0.0) for name in _ATTENTION_DROPOUT)
@@ -323,15 +335,23 @@ def find_outside_text(model: Any) -> list[str]:
 
     Source: ``get_decoder`` of transformers; ``tests/models/test_text_part.py``.
     """
-    if model.config.get_text_config() is model.config:
+    config, parts = model.config, model.base_model
+    if not config.sub_configs:
         return []
-    # The decoder is the text model.
     paths = {id(module): path for path, module in model.named_modules()}
-    text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
-    parts = model.get_submodule(base)
+    if config.get_text_config() is config:
+        # Phi-4-multimodal has no text model of its own, but a module with encoders.
+        return [paths[id(child)] for child in parts.children() if _has_encoder(child)]
+    # The decoder is the text model.
+    text = paths[id(model.get_decoder())]
     names = [*dict(parts.named_children()), *dict(parts.named_parameters(recurse=False))]
-    found = [f"{base}.{name}".removeprefix(".") for name in names]
+    found = [f"{paths[id(parts)]}.{name}".removeprefix(".") for name in names]
     return [path for path in found if not is_outside(text, [path])]
+
+
+def _has_encoder(module: nn.Module) -> bool:
+    configs = (getattr(part, "config", None) for part in module.modules())
+    return any(getattr(config, "base_config_key", None) in ("vision_config", "audio_config") for config in configs)
 
 
 def is_outside(path: str, parts: list[str]) -> bool:

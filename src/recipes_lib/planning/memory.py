@@ -34,7 +34,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
-from recipes_lib.models.structure import find_softcap, freeze_outside_text
+from recipes_lib.models.structure import find_softcap, freeze_outside_text, reads_mask
 from recipes_lib.planning import activations, compute, memory_plan
 from recipes_lib.planning.activations import Activations, Checkpointing, read_checkpointing
 from recipes_lib.planning.compute import find_dtype, has_half_products
@@ -406,7 +406,8 @@ def _find_kernel(config: RecipeConfig, model_config: PreTrainedConfig) -> str:
     named = config.model.attn_implementation
     refusals = find_refusals(model_config.get_text_config(), torch.device("cuda"), torch.bfloat16)
     is_fused = named != "eager" if named else any(not refusals[name] for name in refusals if name != "eager")
-    return _OWN_ATTENTION.get(model_config.model_type, activations.CAUSAL) if is_fused else "eager"
+    causal = "sdpa" if reads_mask(model_config.get_text_config()) else activations.CAUSAL
+    return _OWN_ATTENTION.get(model_config.model_type, causal) if is_fused else "eager"
 
 
 _OWN_ATTENTION: Final = {"falcon": "sdpa", "gpt_neo": "eager", "gptj": "eager"}
@@ -562,7 +563,8 @@ def _count_parts(
     """Return the parameters of each layer, and those outside of layers: embeddings, output projection, final norm."""
     parts = (module, *activations.list_layers(module))
     whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in parts)
-    return layers, whole - sum(layers)
+    # CTRL has no such layers: ``count_kept`` says so.
+    return layers or [0], whole - sum(layers)
 
 
 def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: str = "eager") -> Any:

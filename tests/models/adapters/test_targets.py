@@ -10,6 +10,8 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     FalconMambaConfig,
+    HunYuanMoEV1Config,
+    JetMoeConfig,
     LongcatFlashConfig,
     PhimoeConfig,
     Qwen3_5TextConfig,
@@ -144,6 +146,17 @@ def test_every_default_target_receives_gradient_and_is_merged(config):
     assert [name for name, value in trained.items() if value.grad is None] == []
     merged = adapted.merge_and_unload()(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(merged, outputs.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [HunYuanMoEV1Config(**SMALL, **HEADS, head_dim=8, num_experts=4), JetMoeConfig(**SMALL, num_local_experts=4)],
+)
+def test_routers_that_are_linear_layers_are_no_default_targets(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert any(path.endswith(("gate.wg", "router.layer")) for path, _ in model.named_modules())
+    assert not [path for path in find_targets(model, AdapterConfig()) if "router" in path or "gate." in path]
 
 
 def test_layers_that_share_their_weights_are_refused_as_targets():

@@ -29,6 +29,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -70,6 +71,8 @@ CASES = [
         if (name, kernel) not in CAPS_LOGITS
     ),
     *((NARROW_CONFIGS[name], "varlen") for name in ("mistral", "gemma3")),
+    # Its own mask, which the given one replaces, ignores position_ids.
+    (OPTConfig(**architectures.WITHOUT_HEAD_DIM, ffn_dim=64, word_embed_proj_dim=32), "sdpa"),
 ]
 MAX_LENGTH = 25
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -73,8 +75,8 @@ _MAX_HEAD_DIM: Final = 256
 """Largest head dimension of FlashAttention."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
-_MIXING_ROWS: Final = ("afmoe", "gpt_oss")
-"""Model types whose masks have no ``position_ids``, up to transformers 5.24; ``verify_isolation`` finds others."""
+_MASKS: Final = re.compile(r"(?:causal_mask\w*|mask_function)\(\s*config=[^)]*|mask_kwargs = \{[^}]*")
+"""Arguments of the causal masks in the code of a model (transformers 5.23 and 5.24)."""
 _DROPPING_BOUNDS: Final = ("nemotron",)
 """Model types whose layers do not pass the bounds of documents on to the kernel (transformers 5.23)."""
 
@@ -158,7 +160,7 @@ def choose_kernel(
             packed documents.
     """
     config = config.get_text_config()
-    mixing = _packing_problems(config)
+    mixing = find_packing_problems(config)
     problems = mixing if packing else []
     # Other kernels are faster than sdpa only for packed rows on CUDA. FlashAttention 3 needs Hopper; the flash-attn
     # package and torch's variable-length attention both are FlashAttention 2.
@@ -173,7 +175,7 @@ def choose_kernel(
             Problem("attn_implementation", f"{name} {reasons.get(name, 'is not a known kernel')}", f"use {usable}")
             for name in candidates
         ]
-    elif packing and LAYOUTS[chosen] == "rows" and config.model_type in _MIXING_ROWS:
+    elif packing and not mixing and LAYOUTS[chosen] == "rows" and _ignores_positions(config):
         found = f"{chosen} cannot separate documents: the mask of {config.model_type} models ignores position_ids"
         remedy = f"{_SEPARATE}, or attn_implementation to a kernel without a mask"
         problems.append(Problem("packing", found, remedy))
@@ -207,7 +209,7 @@ def explain_choice(
     return f"{implementation} ({'; '.join(reasons)})" if reasons else implementation
 
 
-def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
+def find_packing_problems(config: PreTrainedConfig) -> list[Problem]:
     """Return the reasons why packed documents would not be isolated, according to the configuration."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
@@ -221,6 +223,13 @@ def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
     else:
         return []
     return [Problem("packing", f"a {config.model_type} model {reason}", _SEPARATE)]
+
+
+def _ignores_positions(config: PreTrainedConfig) -> bool:
+    """Return whether masks are built without ``position_ids``, as of GPT-OSS; ``verify_isolation`` finds others."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    masks = _MASKS.findall(inspect.getsource(sys.modules[model_class.__module__])) if model_class else []
+    return bool(masks) and not any("position_ids" in mask for mask in masks)
 
 
 def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:

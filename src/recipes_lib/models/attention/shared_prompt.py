@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
-from recipes_lib.errors import ConfigError
-from recipes_lib.models.attention.kernels import choose_kernel
+from recipes_lib.models.attention.kernels import find_packing_problems
 from recipes_lib.models.heads.loss_head import spell_mask
 from recipes_lib.models.inference import (
     evaluating,
@@ -111,11 +110,9 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
     config = config.get_text_config()
     if implementation not in (*MASK_KERNELS, *BOUNDS_KERNELS):
         return f"attn_implementation: {implementation} takes no mask, only document bounds"
-    try:
-        # Models that do not isolate packed documents do not isolate answers either.
-        choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
-    except ConfigError as error:
-        return error.problems[0].found
+    # Layers that do not isolate packed documents do not isolate answers either.
+    if problems := find_packing_problems(config):
+        return problems[0].found
     if implementation in BOUNDS_KERNELS:
         return None
     if config.model_type in _COUNTS_PLACES:

@@ -32,7 +32,7 @@ from recipes_lib.losses.next_token import (
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
-from recipes_lib.models.structure import find_sliding_window, find_softcap, reads_mask
+from recipes_lib.models.structure import find_logit_scale, find_sliding_window, find_softcap, reads_mask
 
 
 class HeadOutput(NamedTuple):
@@ -435,9 +435,7 @@ def _score(
 ) -> Any:
     """Call ``score`` inside the output projection, with the model's transform of logits and a temperature."""
     config = model.config.get_text_config()
-    # Scale of Cohere and Granite, soft cap of Gemma.
-    scale, softcap = getattr(config, "logit_scale", None), find_softcap(config)
-    scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
+    scale, softcap = find_logit_scale(config), find_softcap(config)
     # c tanh(s x / c) / T = (c / T) tanh((s / T) x / (c / T)): scale and cap are divided alike.
     options |= {"logit_scale": scale / temperature, "softcap": None if softcap is None else softcap / temperature}
     return model.get_output_embeddings()(hidden, score, *args, **options)
