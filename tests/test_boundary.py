@@ -300,6 +300,21 @@ def test_gpt2_is_not_warned_of_missing_mask_and_loss() -> None:
     assert not run_python(code)
 
 
+def test_float32_weights_under_autocast_are_not_warned_of() -> None:
+    code = (
+        "import torch; from recipes_lib.boundary import run_command\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from transformers.modeling_utils import logger\n"
+        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
+        "LlamaForCausalLM._flash_attn_import_error = lambda *_, **_others: None\n"
+        "small = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8, num_attention_heads=2)\n"
+        "model = LlamaForCausalLM(LlamaConfig(**small, dtype=torch.float32))\n"
+        "ask = lambda version: model._flash_attn_can_dispatch(version, is_init_check=True)\n"
+        "run_command(lambda: [ask(version) for version in (2, 3, 4)])"
+    )
+    assert not run_python(code)
+
+
 def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
     code = (
         "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"

@@ -167,6 +167,18 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("unable to open shared memory object </torch_7>: Too many open files (24)"), "output: the limit"),
         (OSError("Caught OSError in DataLoader worker process 1.\nOSError: No space left on device"), "disk is full"),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), "GPU: the hardware is"),
+        *(
+            (RuntimeError(text), "device memory: torch and other processes leave none to a library")
+            for text in (
+                "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'",
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+                "Triton Error [CUDA]: out of memory",
+                "NCCL error\nncclUnhandledCudaError: Call failed.\nFailed to CUDA calloc async 4 bytes",
+                "Last error:\nCuda failure 2 'out of memory'",
+            )
+        ),
+        (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "GPU: torch, or anot"),
+        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "GPU: another process has it"),
         (RuntimeError("CUDA driver error: operation not supported"), "PYTORCH_ALLOC_CONF=expandable_segments:False"),
         (IndexError("index out of range in self"), "token ids: an index exceeds its table"),
         (ValueError("DebugUnderflowOverflow: inf/nan detected, aborting"), "debug: a layer has infinite values or NaN"),

@@ -46,8 +46,13 @@ _EXPECTED_WARNINGS: Final[dict[str, str | tuple[str, ...]]] = {
     "liger_kernel.backends.registry": "Backend impl ",
     # `recipes launch` on a CPU: the number of threads, which no launch file can set.
     "accelerate.commands.launch": "The following values were not passed to `accelerate launch`",
-    # Expected of GPT-2: positions separate documents, without a mask, and the loss head computes the loss.
-    "transformers.modeling_utils": ("We strongly recommend passing in an `attention_mask`", "`loss_type=None`"),
+    "transformers.modeling_utils": (
+        # Expected of GPT-2: positions separate documents, without a mask, and the loss head computes the loss.
+        "We strongly recommend passing in an `attention_mask`",
+        "`loss_type=None`",
+        # Expected of float32 weights: ``choose_kernel`` has verified that autocast computes in half precision.
+        *(f"Flash Attention {version} only supports torch.float16" for version in (2, 3, 4)),
+    ),
     "transformers.trainer": (
         # Expected in a run whose output_dir was moved; ``_finalize_training`` finds the checkpoint by its step.
         "The best checkpoint",

@@ -56,6 +56,10 @@ _FILE_ERRORS: Final = {
 }
 """``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
 _RESUMES: Final = "run the same command: training, corpora and generated rows resume"
+_SMALLER: Final = (
+    "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (same result), set "
+    "activation_checkpointing: true, or lower max_length; in sampling and evaluation, lower per_device_eval_batch_size"
+)
 # By text: the exceptions of torch (C++) and safetensors (Rust), and those that a data loader passes on from its
 # workers, have no errno. In this order, because an error of shared memory may also contain the system's reason.
 _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
@@ -140,6 +144,23 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "GPU",
         "the hardware is faulty",
         f"reset the GPU or take another machine, and {_RESUMES}",
+    ),
+    # Of CUDA, cuBLAS, Triton and NCCL, which allocate beside torch's cache; its own error has a class.
+    "CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
+    r"|Triton Error \[CUDA\]: out of memory|Failed to CUDA calloc|Cuda failure.*out of memory": (
+        "device memory",
+        "torch and other processes leave none to a library",
+        f"end other processes on the GPU (`nvidia-smi`), or {_SMALLER}",
+    ),
+    "no kernel image is available": (
+        "GPU",
+        "torch, or another package with kernels, was not built for it",
+        "install a build for its compute capability: older GPUs need torch for an older CUDA (PIP_EXTRA_INDEX_URL)",
+    ),
+    "CUDA-capable device.*busy or unavailable": (
+        "GPU",
+        "another process has it to itself, or it is faulty",
+        f"end that process (`nvidia-smi`), or name other GPUs in CUDA_VISIBLE_DEVICES, and {_RESUMES}",
     ),
     # `recipes launch` enables them. Virtual GPUs (vGPU) and Jetson lack CUDA's virtual memory management.
     "CUDA driver error: operation not supported": (
@@ -375,9 +396,9 @@ def iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
 def explain_refusal(error: BaseException, written: Path | None = None) -> Problem | None:
     """Return the exhausted resource, missing permission or faulty device behind ``error``; ``None`` for other errors.
 
-    Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device and
-    host), faulty GPUs, limits on threads and on the size and number of files, invalid paths, files without read or
-    write permission, a used rendezvous port, and token ids without an embedding.
+    Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device
+    and host), faulty, busy and unsupported GPUs, limits on threads and on the size and number of files, invalid
+    paths, files without read or write permission, a used rendezvous port, and token ids without an embedding.
 
     Args:
         error: The error.
@@ -406,12 +427,6 @@ def explain_refusal(error: BaseException, written: Path | None = None) -> Proble
         is_host = isinstance(cause, MemoryError) or code == errno.ENOMEM
         # torch's error of a device, by name: this module must not import torch.
         if is_host or type(cause).__name__ == "OutOfMemoryError":
-            remedy = (
-                "lower dataloader_num_workers, or run fewer processes on this machine"
-                if is_host
-                else "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (same "
-                "result), set activation_checkpointing: true, or lower max_length; in sampling and evaluation, lower "
-                "per_device_eval_batch_size"
-            )
+            remedy = "lower dataloader_num_workers, or run fewer processes on this machine" if is_host else _SMALLER
             return Problem(f"{'host' if is_host else 'device'} memory", lines[0] or "an allocation failed", remedy)
     return None

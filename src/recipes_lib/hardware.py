@@ -14,7 +14,10 @@ from typing import Final
 
 import torch
 
-INSTALL_CUDA: Final = "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL)"
+INSTALL_CUDA: Final = (
+    "update the driver, or install torch for a CUDA version that it supports (PIP_EXTRA_INDEX_URL); error 802: start "
+    "the fabric manager of the driver's version"
+)
 INSTALL_COMPILER: Final = (
     "install what is missing: C++ compiler, headers of Python (Debian: g++ python3-dev), triton, a path without spaces"
 )

@@ -151,6 +151,7 @@ def test_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) ->
     assert finding.verdict == "broken"
     assert "the driver is too old" in finding.detail
     assert "PIP_EXTRA_INDEX_URL" in finding.remedy
+    assert "error 802: start the fabric manager" in finding.remedy, "NVSwitches of machines with eight GPUs"
 
 
 def test_broken_torch_is_a_core_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,10 @@ from recipes_lib.models.attention.kernels import (
     FLASH_IS_INSTALLED,
     LAYOUTS,
     AttentionChoice,
+    _find_fault,
     choose_attention,
     choose_kernel,
+    explain_choice,
     find_refusals,
     verify_isolation,
 )
@@ -336,6 +338,21 @@ def test_installed_flash_attention_is_chosen_unless_it_computes_something_else(m
         monkeypatch.setitem(FLASH_IS_INSTALLED, name, lambda: True)
     chosen = choose_kernel(config, None, device=CUDA, compute_dtype=torch.bfloat16, packing=False, flattens=True)
     assert chosen.implementation == expected
+
+
+def test_flash_attention_of_another_torch_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(FLASH_IS_INSTALLED, "flash_attention_2", lambda: True)
+    _find_fault.cache_clear()
+    try:
+        assert select("llama", None, CUDA) == AttentionChoice("varlen", "flat")
+        broken = r"flash_attention_2 cannot be imported \(flash_attn_2_cuda.so: undefined symbol: _ZN3c10\)"
+        assert re.search(broken, explain_choice("varlen", CONFIGS["llama"], CUDA, torch.bfloat16))
+        with pytest.raises(ConfigError, match=f"attn_implementation: {broken}\n    use sdpa, eager"):
+            select("llama", "flash_attention_2", CUDA)
+    finally:
+        _find_fault.cache_clear()
 
 
 def test_default_kernel_depends_on_model_device_and_precision(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -239,6 +239,23 @@ def test_layer_is_one_graph_under_ddp() -> None:
     assert len(graphs) == 1
 
 
+@torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8)
+def test_layers_of_many_kinds_and_modes_are_all_compiled() -> None:
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=6, num_attention_heads=2, use_cache=False
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for kind, layer in enumerate(model.model.layers):
+        layer.self_attn.scaling = 0.1 * kind
+    graphs: list[Any] = []
+    compile_layers(model, {"backend": lambda graph, _: graphs.append(graph) or graph.forward})
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            model(input_ids=torch.arange(16)[None])
+    assert len(graphs) == 2 * 6
+
+
 def test_trained_model_computes_like_a_reloaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """After training, without compilation and the methods and functions that Liger replaces, as a stand-in here."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Literal
 
 import torch
@@ -22,7 +24,7 @@ from transformers.utils.import_utils import (
 )
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, read_last_line
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.score_head import HEAD
 from recipes_lib.models.inference import (
@@ -68,6 +70,8 @@ FLASH_IS_INSTALLED: Final = {
     "flash_attention_4": is_flash_attn_4_available,
     **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
+_MODULES: Final = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Modules of the kernels that are chosen by default."""
 FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
 """Kernels for packed rows on CUDA, the fastest first. Binaries from the Hub and FlashAttention 4, whose versions are
 betas, run only if a recipe names them."""
@@ -260,7 +264,19 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
         # Last: without another reason, a machine with the package can use it.
         package if name.startswith(_HUB) else ABSENT: is_flash and not FLASH_IS_INSTALLED[name](),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    refusal = next((reason for reason, applies in reasons.items() if applies), None)
+    return refusal or (_find_fault(_MODULES[name]) if name in _MODULES else None)
+
+
+@cache
+def _find_fault(module: str) -> str | None:
+    """Return why an installed module cannot be imported: binaries of another version of torch lack symbols."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        if not (isinstance(error, ModuleNotFoundError) and error.name == module):
+            return f"cannot be imported ({read_last_line(error)})"
+    return None
 
 
 def _is_supported(name: str, config: PreTrainedConfig) -> bool:

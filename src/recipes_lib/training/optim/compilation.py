@@ -165,6 +165,9 @@ def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
     # Under DDP, torch would split each layer at the buckets of gradients, so that their reduction overlaps with the
     # backward pass. It does without: the layers before are graphs of their own.
     torch._dynamo.config.optimize_ddp = False
+    # All layers share one limit, above which torch runs them eagerly. Gemma 3 has two kinds of layers, each with and
+    # without gradients, adapters and gradients of its input, and for one or any length: 12 graphs.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in layers:
         layer.compile(**options)
     return len(layers)
