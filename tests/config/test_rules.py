@@ -39,6 +39,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ),
         ("load_best_model_at_end: true\neval_strategy: no\ntest_split_size: 9", 5, "a checkpoint at every evaluation"),
         ("dataloader_multiprocessing_context: fork", 5, "has no effect: `dataloader_num_workers` is 0"),
+        ("dataloader_num_workers: 2\ndataloader_in_order: false", 6, "others in every run, and after a resumption"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "`weight` is not a key of an entry of `eval_datasets.a`"),
         ("eval_datasets:\n  a: x\n  b:\n    split: test", 8, "`eval_datasets.b` has no `name`"),
