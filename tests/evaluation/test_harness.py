@@ -318,6 +318,26 @@ def test_answered_requests_are_not_repeated_after_kill(model, tasks, monkeypatch
     assert (killed.num_asked, resumed.num_asked, again.num_asked) == (144, 94, 144)
 
 
+def test_results_of_another_evaluation_are_kept(model, tasks, monkeypatch, capsys) -> None:
+    def run(*names: str, **keys: Any) -> None:
+        answer(TableModel(lambda *texts: -float(len(texts[-1]))), build(model, tasks, *names, **keys), monkeypatch)
+
+    folder = model / "eval"
+    run("local_choice", limit=3)
+    run("local_choice", limit=3)
+    first = [(folder / name).read_bytes() for name in (RECORD, SAMPLES)]
+    assert not list(folder.glob("earlier-*"))  # The same evaluation replaces its results.
+    run("local_choice")
+    assert [(folder / "earlier-1" / name).read_bytes() for name in (RECORD, SAMPLES)] == first
+    assert "earlier-1" in capsys.readouterr().err
+    run("local_rolling")
+    assert json.loads((folder / "earlier-2" / RECORD).read_text())["tasks"].keys() == {"local_choice"}
+    assert json.loads((folder / RECORD).read_text())["tasks"].keys() == {"local_rolling"}
+    (folder / RECORD).write_text('{"tasks": [1], "model": 2}')
+    run("local_rolling")
+    assert (folder / "earlier-3" / RECORD).exists()
+
+
 def test_output_folder_is_locked_and_must_be_writable(model, tasks, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(harness, "build_engine", lambda *_: TableModel(lambda *_: 0.0))
     (tmp_path / "out" / ".requests").mkdir(parents=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +31,7 @@ from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
     atomic_file,
     explain_write_errors,
+    find_record,
     hash_file,
     read_lines,
     replace_record,
@@ -142,6 +145,7 @@ def _run_cached(
         "seconds": round(time.monotonic() - began, 1),
     }
     with explain_write_errors(config.folder, "free some space; the same command resumes"):
+        _keep_earlier(config.folder, record)
         with atomic_file(config.folder / SAMPLES) as partial:
             partial.write_text("".join(f"{json.dumps(row, default=_simplify)}\n" for row in rows), encoding="utf-8")
         replace_record(config.folder / RECORD, record)
@@ -149,6 +153,27 @@ def _run_cached(
     for file in cache.glob(f"{key}-*"):
         file.unlink(missing_ok=True)
     return record
+
+
+def _keep_earlier(folder: Path, record: Mapping[str, Any]) -> None:
+    """Move the results of another model, other questions or settings to ``earlier-N``; equal ones are replaced."""
+
+    def identify(results: Mapping[str, Any]) -> str:
+        # Of an earlier version, or edited by hand, tasks may be anything: a crash now would lose the new results.
+        tasks = results["tasks"].items() if isinstance(results.get("tasks"), dict) else ()
+        prompts = {name: task.get("prompts_hash") for name, task in tasks if isinstance(task, dict)}
+        return _hash([results.get("model"), results.get("settings"), prompts])
+
+    before = find_record(folder / RECORD)
+    if not before or identify(before) == identify(record):
+        return
+    aside = next(path for number in itertools.count(1) if not (path := folder / f"earlier-{number}").exists())
+    aside.mkdir()
+    # The record last: after a kill in between, what is left has none, or is moved again.
+    for name in (SAMPLES, "report.html", RECORD):
+        with suppress(FileNotFoundError):
+            (folder / name).rename(aside / name)
+    sys.stderr.write(f"earlier results of other questions, settings or weights are kept in {aside}\n")
 
 
 def _simplify(value: Any) -> Any:
