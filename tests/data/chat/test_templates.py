@@ -163,7 +163,9 @@ def test_turns_cover_any_chat(chat: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
-@pytest.mark.parametrize("name", ["llama3", "gemma", "qwen2_5", "qwen3", "qwen3_6", "cohere", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma", "qwen2_5", "qwen3", "qwen3_6", "cohere", "phi3", "nemotron_3_nano"]
+)
 def test_generation_prompt_from_source_equals_rendered_one(name: str, enable_thinking: bool | None) -> None:
     template = ChatTemplate(TEMPLATES[name], VARIABLES)
     variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -173,12 +175,17 @@ def test_generation_prompt_from_source_equals_rendered_one(name: str, enable_thi
     assert template.render([user("hi")], variables=variables, add_generation_prompt=True).tail == read
 
 
+HARD = "{{% for m in messages if m.content == 'hard' %}}{}{{% endfor %}}"
+
+
 @pytest.mark.parametrize(
     ("before", "mark"),
     [
         ("", "messages[0].content == 'hard'"),
         ("{% set is_hard = messages[0].content == 'hard' %}", "is_hard"),
         ("{% macro is_hard() %}{{ 'x' if messages[0].content == 'hard' }}{% endmacro %}", "is_hard()"),
+        ("{% set hard = false %}{% if messages[0].content == 'hard' %}{% set hard = true %}{% endif %}", "hard"),
+        ("{% set it = namespace(hard=false) %}" + HARD.format("{% set it.hard = true %}"), "it.hard"),
     ],
 )
 def test_chat_dependent_generation_prompt_is_rendered(before: str, mark: str) -> None:

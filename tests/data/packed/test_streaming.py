@@ -148,6 +148,19 @@ def test_audit_limits_are_for_all_rows_so_far(
         assert sorted(row_ids(stream)) == list(range(120))
 
 
+def test_share_of_rows_with_an_end_is_of_all_rows_so_far(
+    build_config, write_rows, make_chats, tiny_tokenizer, tmp_path
+):
+    rows = make_chats(ROWS_PER_WINDOW + 1)  # The last one is alone in its window, and ends with a question.
+    rows[-1]["messages"].append({"role": "user", "content": "And now?"})
+    template = tmp_path / "open.jinja"
+    end = "{{ '<|im_end|>' if m.role == 'assistant' }}"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}")
+    keys = {"dataset_name": str(write_rows(rows=rows)), "chat_template_path": str(template), "loss_on": "all"}
+    stream = build_train_stream(build_config(**keys, max_length=128, dataset_streaming=True), tiny_tokenizer)
+    assert sorted(row_ids(stream)) == list(range(len(rows)))
+
+
 def test_record_of_stream_identifies_its_rows(config, write_rows, make_chats, tiny_tokenizer):
     records = [load_training_data(config, tiny_tokenizer).record for _ in range(2)]
     write_rows(rows=make_chats(39))

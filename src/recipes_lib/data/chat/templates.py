@@ -8,6 +8,7 @@ single piece where it is written: it belongs to the turn that writes it, not to 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -341,8 +342,16 @@ def _separate_prompt(tree: nodes.Template, environment: Environment) -> Template
         return None
     names = list(tree.find_all(nodes.Name))
     mentions = [name for name in names if name.name == "add_generation_prompt"]
-    own = {name.name for name in names if name.ctx == "store"} | {macro.name for macro in tree.find_all(nodes.Macro)}
+    own = Counter(name.name for name in names if name.ctx == "store")
+    own.update(macro.name for macro in tree.find_all(nodes.Macro))
+    # Variables with a default, as `enable_thinking` of Nemotron 3: no namespace, the only kind that a loop can change.
+    options = {
+        node.target.name: node
+        for node in tree.body
+        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name) and own[node.target.name] == 1
+        if {name.name for name in node.find_all(nodes.Name)} == {node.target.name}
+    }
     read = {name.name for node in branch.body for name in node.find_all(nodes.Name)}
-    if mentions != [branch.test] or read & {"messages", "tools", *own}:
+    if mentions != [branch.test] or read & ({"messages", "tools", *own} - options.keys()):
         return None
-    return _compile(nodes.Template(branch.body, lineno=branch.lineno), environment)
+    return _compile(nodes.Template([*options.values(), *branch.body], lineno=branch.lineno), environment)

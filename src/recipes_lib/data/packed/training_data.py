@@ -106,12 +106,16 @@ class _Windows:
         """
         number, totals = 0, Counter[str]()
         for window, packed in enumerate(self.pack()):
-            totals.update(asdict(packed.cut) | {name: getattr(packed.audit, name) for name in _COUNTS})
+            audit = packed.audit
+            totals.update(asdict(packed.cut) | {name: getattr(audit, name) for name in _COUNTS})
+            totals["num_stopped"] += round(audit.stop_fraction * (audit.num_rows - audit.num_rows_without_target))
             # Of all rows so far: in a single window, few rows can by chance exceed a limit.
             counts: dict[str, Any] = {name: totals[name] for name in _COUNTS}
+            if num_with_target := totals["num_rows"] - totals["num_rows_without_target"]:
+                counts["stop_fraction"] = totals["num_stopped"] / num_with_target
             cut = LengthCounts(**{name: totals[name] for name in asdict(packed.cut)})
             limit = self.config.tokens.max_truncated_fraction
-            refuse_errors(self.mixture.name, check_audit(self.split, replace(packed.audit, **counts), cut, limit))
+            refuse_errors(self.mixture.name, check_audit(self.split, replace(audit, **counts), cut, limit))
             order = np.arange(len(packed.bins))
             if self.split == "train":
                 # A separate generator for each window, so that the order does not depend on earlier windows.

@@ -359,7 +359,7 @@ def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, lis
                     what += f"no split, and {example}"
                 remedy = "name every file after one split, as train-1.jsonl, or none; or move it away"
                 raise DataError(Problem(name, what, remedy))
-            splits.setdefault(*named, []).append(file)
+            splits.setdefault(min(named), []).append(file)
         return splits
     return {"train": files}
 
