@@ -19,6 +19,7 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.files import (
     atomic_file,
     atomic_folder,
+    explain_write_errors,
     find_record,
     fsync,
     hash_file,
@@ -155,6 +156,14 @@ def test_failed_write_names_the_file(tmp_path, is_shared) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+
+
+def test_failed_write_without_a_reason_of_the_system_has_that_of_the_library(tmp_path) -> None:
+    with (
+        pytest.raises(ConfigError, match="cannot be written: encoder error -2"),
+        explain_write_errors(tmp_path, "name another folder"),
+    ):
+        raise OSError("encoder error -2 when writing image file")
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])

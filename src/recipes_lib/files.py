@@ -216,7 +216,7 @@ def explain_write_errors(place: Path, remedy: str, found: str = "cannot be writt
     try:
         yield
     except OSError as error:
-        raise ConfigError(Problem(str(place), f"{found}: {error.strerror}", remedy)) from error
+        raise ConfigError(Problem(str(place), f"{found}: {error.strerror or error}", remedy)) from error
 
 
 @contextmanager

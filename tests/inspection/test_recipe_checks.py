@@ -17,6 +17,7 @@ from recipes_lib.data.sources.rows import Remark
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.quantities import format_bytes
+from recipes_lib.training.checkpoints.manifest import write_complete
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(16)
@@ -178,7 +179,7 @@ def test_learning_rates_of_policy_begin_after_warmup_of_critic(check_ppo):
     assert f"learning rate at 0, 25, 50, 75, 100 % of the steps after the first 8: {rates}" in output
 
 
-def test_checkpoint_size_counts_policy_and_critic_adapters(check_ppo, monkeypatch):
+def test_checkpoint_size_counts_policy_and_critic_adapters(check_ppo, tmp_path, monkeypatch):
     checkpoint = 2 * ADAPTER
     free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -188,6 +189,12 @@ def test_checkpoint_size_counts_policy_and_critic_adapters(check_ppo, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=kept * checkpoint))
     (problem,) = check_ppo(use_peft=True, lora_r=4, save_steps=0.1)[0]
     assert f"{kept} checkpoints of {format_bytes(checkpoint)} and" in problem.found
+    # Those that a resumed run has written need no more space.
+    output_dir = tmp_path / "run"
+    (output_dir / "checkpoint-2").mkdir(parents=True)
+    (output_dir / "checkpoint-2" / "weights").write_bytes(b"0" * checkpoint)
+    write_complete(output_dir / "checkpoint-2")
+    assert check_ppo(use_peft=True, lora_r=4, save_steps=0.1, output_dir=output_dir)[0] == []
 
 
 def test_reward_that_cannot_be_imported_is_reported(check_ppo):

@@ -388,6 +388,7 @@ class Inspection(ABC):
     def check_disk(self, report: Report) -> None:
         """Verify that the checkpoints fit on the disk, and report their size."""
         from recipes_lib.planning.disk import plan_disk, verify_disk
+        from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints, read_complete
 
         if not self.num_steps:
             return
@@ -395,6 +396,10 @@ class Inspection(ABC):
         plan = plan_disk(
             *self.count_saved(), self.num_steps, self.config.training, keep_every=keep_every, num_epochs=self.num_epochs
         )
+        # Checkpoints of a run that will be resumed are among the planned ones.
+        paths = [path for _, path in list_checkpoints(Path(self.config.training["output_dir"])) if is_complete(path)]
+        sizes = (file["size"] for record in map(read_complete, paths) if record for file in record["files"].values())
+        plan = plan._replace(free_bytes=plan.free_bytes + sum(sizes))
         report(
             f"{pluralize(plan.num_checkpoints, 'checkpoint')} of {format_bytes(plan.checkpoint_bytes)} and the model: "
             f"{format_bytes(plan.total_bytes)} of {format_bytes(plan.free_bytes)} free"
