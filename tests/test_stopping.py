@@ -108,6 +108,15 @@ def test_process_that_hangs_at_exit_is_ended(ending):
     assert "SIGTERM: exits immediately, with nothing to save" in errors
 
 
+def test_second_signal_at_exit_from_imports_does_not_kill():
+    """A scheduler signals every process, and a launcher forwards it: the exit code is still 75."""
+    # Deleted when Python has restored the default actions.
+    late = "class Late:\n  def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, 15)\nlate = Late()\n"
+    process = start(f"{late}signal.raise_signal(signal.SIGTERM)")
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+
+
 def test_one_signal_exits_while_main_thread_blocks_with_nothing_to_save():
     process = start(f"{HANG}hang()")
     wait_for_line(process, "ready")

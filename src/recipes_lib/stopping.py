@@ -146,6 +146,7 @@ class StopRequest:
                     sys.stderr.write(f"{stop}\n")
                 processes.record_failure(stop, EXIT_PREEMPTED)
                 processes.unregister_process()
+                self.close()  # A launcher and a scheduler both signal, and Python's exit restores the default action.
             raise stop
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
