@@ -109,6 +109,12 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("kl_to_base: 0.1\nlora_modules_to_save: [lm_head]", 5, "must be the base's"),
         ("kl_to_base: 0.1\nadapter_name_or_path: me/adapter", 5, "not the initial model"),
         ("kl_to_base: 0.1\ninit_lora_weights: pissa", 6, "changes the base"),
+        *(
+            (f"{key}: true\ninit_lora_weights: {init}", 6, f"{init}` needs unquantised weights, and `{key}` is true")
+            for key in ("load_in_4bit", "load_in_8bit")
+            for init in ("pissa", "olora", "orthogonal")
+        ),
+        ("lora_target_modules: [q_proj, v_proj]\nlora_modules_to_save: [q_proj]", 6, "trained in full and adapted"),
     ],
     "dpo": [
         ("loss_type: [sigmoid, sft]\neval_datasets: {a: x/y}", 6, "a mean over the tokens of one held-out set"),

@@ -189,6 +189,14 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("max_length", found, "raise it: it counts the prompt and the answer")
 
 
+def check_adapted(settings: Settings) -> Iterator[Problem]:
+    """No layer is both adapted and trained in full, for which PEFT raises or leaves out the adapter."""
+    both = sorted({*(settings["lora_target_modules"] or ())} & {*(settings["lora_modules_to_save"] or ())})
+    if both:
+        found = f"{', '.join(both)} would be trained in full and adapted, by `lora_target_modules`"
+        yield settings.problem("lora_modules_to_save", found, "name it in one of the two")
+
+
 def check_cap(settings: Settings) -> Iterator[Problem]:
     """The cap of CISPO is at least 1."""
     highest = settings["epsilon" if settings["epsilon_high"] is None else "epsilon_high"]
@@ -482,6 +490,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_mixture,
     check_eval_datasets,
     check_model,
+    check_adapted,
     check_evaluation,
     check_best_metric,
     check_best_model,

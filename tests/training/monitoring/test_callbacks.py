@@ -291,7 +291,7 @@ def test_run_reports_weight_norms_and_mfu(tmp_path, tiny_tokenizer_dir, monkeypa
         assert step["mfu"] is None or step["mfu"] > 0
 
 
-@pytest.mark.parametrize("report_to", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
+@pytest.mark.parametrize("report_to", [None, "none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
 def test_installed_trackers_are_accepted(monkeypatch: pytest.MonkeyPatch, report_to) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
     verify_trackers(build_recipe({"report_to": report_to}))

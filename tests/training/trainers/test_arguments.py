@@ -51,6 +51,10 @@ def test_recipe_keys_reach_training_arguments(tmp_path):
     assert (args.learning_rate, args.seed) == (3e-4, 7)
 
 
+def test_null_is_no_tracker(tmp_path):
+    assert build_training_arguments(make_config(tmp_path, report_to=None), ONE, has_eval=False).report_to == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are not forked there")
 @pytest.mark.parametrize(
     ("keys", "method"),

@@ -433,7 +433,7 @@ def verify_trackers(config: RecipeConfig) -> None:
         ConfigError: Trackers that are not installed.
     """
     wanted = config.read("report_to")
-    names = [wanted] if isinstance(wanted, str) else wanted
+    names = [wanted] if isinstance(wanted, str) else wanted or []
     available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]
     if missing:

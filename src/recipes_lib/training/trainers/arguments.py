@@ -181,6 +181,7 @@ def build_training_arguments(
     arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+    arguments["report_to"] = config.read("report_to") or "none"  # Upstream takes null for the name of a tracker.
     # torch refuses the integer 0 beside a float.
     arguments |= {key: float(arguments[key]) for key in ("adam_beta1", "adam_beta2") if key in arguments}
     if arguments.get("save_strategy") == "best":
