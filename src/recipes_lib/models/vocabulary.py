@@ -224,7 +224,8 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     else:
         _take_rows(embedding, ids)
     embedding.padding_idx = None  # An id of the teacher's vocabulary, whose row may be removed.
-    model.config.get_text_config().vocab_size = len(ids)
+    # Gemma's loss reads the attribute of the model.
+    model.config.get_text_config().vocab_size = model.vocab_size = len(ids)
     if (shift := find_logit_shift(model, expected, probe)) is not None:
         found = f"the logits of the teacher change by {shift:.2g} of the largest with the student's vocabulary"
         raise ConfigError(Problem(where, found, "name a teacher of the student's model family"))
