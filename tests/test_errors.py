@@ -177,6 +177,13 @@ class OutOfMemoryError(RuntimeError):
                 "Last error:\nCuda failure 2 'out of memory'",
             )
         ),
+        *(
+            (RuntimeError(text), "full_determinism: torch has an operation that is not deterministic on this device")
+            for text in (
+                "cumsum_cuda_kernel does not have a deterministic implementation, but you set",
+                "Deterministic behavior was enabled, but this operation is not deterministic because it uses CuBLAS",
+            )
+        ),
         (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "GPU: torch, or anot"),
         (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "GPU: another process has it"),
         (RuntimeError("CUDA driver error: operation not supported"), "PYTORCH_ALLOC_CONF=expandable_segments:False"),

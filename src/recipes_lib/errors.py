@@ -152,6 +152,11 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "torch and other processes leave none to a library",
         f"end other processes on the GPU (`nvidia-smi`), or {_SMALLER}",
     ),
+    "not have a deterministic implementation|operation is not deterministic because it uses CuBLAS": (
+        "full_determinism",
+        "torch has an operation that is not deterministic on this device",
+        "set CUBLAS_WORKSPACE_CONFIG=:4096:8 if it uses CuBLAS; otherwise write full_determinism: false",
+    ),
     "no kernel image is available": (
         "GPU",
         "torch, or another package with kernels, was not built for it",
@@ -398,7 +403,8 @@ def explain_refusal(error: BaseException, written: Path | None = None) -> Proble
 
     Recognises full or failing disks, quotas, full shared memory, killed data loader workers, out of memory (device
     and host), faulty, busy and unsupported GPUs, limits on threads and on the size and number of files, invalid
-    paths, files without read or write permission, a used rendezvous port, and token ids without an embedding.
+    paths, files without read or write permission, a used rendezvous port, operations that are not deterministic, and
+    token ids without an embedding.
 
     Args:
         error: The error.

@@ -40,6 +40,19 @@ def test_teacher_is_frozen_in_its_own_dtype(tiny_model_dir, tmp_path, dtype, exp
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
+@pytest.mark.parametrize("num_rows", [512, 520])
+def test_tokens_without_an_embedding_of_the_student_are_left_out(tiny_model_dir, tmp_path, num_rows) -> None:
+    """As Gemma's token of images, which texts do not contain."""
+    student, teacher = tmp_path / "student", tmp_path / "teacher"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.add_tokens("<image>", special_tokens=True)
+    for folder, rows in ((student, 512), (teacher, num_rows)):
+        save_student(folder, tiny_model_dir, vocab_size=rows)
+        tokenizer.save_pretrained(folder)
+    assert len(tokenizer) == 513
+    assert len(load(student, teacher, tmp_path).lm_head.weight) == 512
+
+
 def test_padded_and_permuted_teacher_keeps_probabilities(tiny_model_dir, tmp_path) -> None:
     folder, order = tmp_path / "teacher", torch.randperm(512, generator=torch.Generator().manual_seed(0))
     save_student(folder, tiny_model_dir, vocab_size=520)

@@ -12,7 +12,7 @@ import torch
 from tests.models.adapter_models import SHAPE
 from tests.tiny import CORPUS, build_tokenizer
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -73,6 +73,14 @@ def test_adopted_vocabulary_keeps_probability_of_every_token(is_permuted, num_pa
     assert teacher.config.vocab_size == 512
     assert (teacher.lm_head.weight is teacher.model.embed_tokens.weight) is is_tied
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    add_loss_head(teacher)
+    verify_loss_head(teacher)
+
+
+def test_adopted_vocabulary_is_that_of_the_models_own_loss() -> None:
+    config = Gemma3TextConfig(**SHAPE | {"vocab_size": 520})
+    teacher: Any = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    adopt_vocabulary(teacher, VocabularyMap(range(512)), "teacher")
     add_loss_head(teacher)
     verify_loss_head(teacher)
 

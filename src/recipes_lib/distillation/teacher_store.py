@@ -324,12 +324,14 @@ def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerB
     """Compare the tokenizers of teacher and student, before any weight is loaded.
 
     Raises:
-        ConfigError: As ``map_vocabulary`` and ``load_tokenizer``, with the key that names the teacher.
+        ConfigError: As ``map_vocabulary`` and ``load_tokenizer``, with the key that names the teacher; or as
+            ``load_model_config`` for the student.
     """
     where = config.locate(TEACHER)
     with reported_at(where):
         other = load_tokenizer(choose_teacher(config), TokensConfig(eos_token=tokenizer.eos_token))
-    return map_vocabulary(tokenizer, other, where)
+    student, _ = load_model_config(config.model)
+    return map_vocabulary(tokenizer, other, where, student.get_text_config().vocab_size)
 
 
 def load_teacher(

@@ -154,13 +154,16 @@ class VocabularyMap(tuple[int, ...]):
         return all(own == other for own, other in enumerate(self))
 
 
-def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, where: str) -> VocabularyMap:
+def map_vocabulary(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, where: str, num_rows: int | None = None
+) -> VocabularyMap:
     """Map the student's tokens to the teacher's vocabulary, which may have additional tokens.
 
     Args:
         student: Fast tokenizer of the student.
         teacher: Fast tokenizer of the teacher.
         where: Configuration key that names the teacher.
+        num_rows: Number of the student's embeddings; tokens beyond them, such as Gemma's of images, are left out.
 
     Raises:
         ConfigError: The teacher lacks tokens of the student, or its tokenizer splits text by other rules, so that
@@ -183,6 +186,8 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
     if differing:
         found = f"the tokenizers of student and teacher share their tokens and differ in {', '.join(differing)}"
         raise ConfigError(Problem(where, found, remedy))
+    if num_rows is not None:
+        own = {token: token_id for token, token_id in own.items() if token_id < num_rows}
     teacher_ids = list(range(max(own.values()) + 1))
     # Ids without a token, such as padding rows, keep their number: no text contains them.
     for token, token_id in own.items():
@@ -224,7 +229,8 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     else:
         _take_rows(embedding, ids)
     embedding.padding_idx = None  # An id of the teacher's vocabulary, whose row may be removed.
-    model.config.get_text_config().vocab_size = len(ids)
+    # Gemma's loss reads the attribute of the model.
+    model.config.get_text_config().vocab_size = model.vocab_size = len(ids)
     if (shift := find_logit_shift(model, expected, probe)) is not None:
         found = f"the logits of the teacher change by {shift:.2g} of the largest with the student's vocabulary"
         raise ConfigError(Problem(where, found, "name a teacher of the student's model family"))
