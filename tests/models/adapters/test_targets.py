@@ -197,6 +197,6 @@ def test_targets_of_few_layers_are_cautioned_about(names, is_partial):
 
 def test_model_without_number_of_layers_is_not_cautioned_about(monkeypatch):
     model = build_model("llama")
-    config = SimpleNamespace(get_text_config=SimpleNamespace)  # As of BLT.
+    config = SimpleNamespace(get_text_config=SimpleNamespace, sub_configs={})  # As of BLT.
     monkeypatch.setattr(model, "config", config)
     assert find_bare_layers(model, AdapterConfig(use_peft=True, lora_target_modules=["q_proj"])) is None
