@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV4Config,
     DeepseekV32Config,
     FalconMambaConfig,
+    Gemma3nTextConfig,
     HunYuanMoEV1Config,
     JetMoeConfig,
     LongcatFlashConfig,
@@ -39,6 +40,11 @@ COMPRESSED = {
     **{"head_dim": 16, "q_lora_rank": 16, "moe_intermediate_size": 16, "o_groups": 2, "o_lora_rank": 8},
     **{"n_routed_experts": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
     **{"compress_rates": RATES, "layer_types": [*RATES], "sliding_window": 8},
+}
+LAYERED = {
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 61,
+    "activation_sparsity_pattern": [0.0] * 2,
 }
 # Both hybrid layers share one transformer block.
 SHARED = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8, "mamba_dt_rank": 4}
@@ -130,6 +136,7 @@ def test_default_targets_are_all_linear_layers_except_output_projection():
             **{**SMALL, **HEADS, **LATENT, "head_dim": 8}, n_routed_experts=4, expert_ffn_hidden_size=16
         ),
         ZambaConfig(**{**SMALL, **HEADS, **SHARED, "num_hidden_layers": 4}),
+        Gemma3nTextConfig(**SMALL, **HEADS, head_dim=8, num_kv_shared_layers=0, **LAYERED),
     ],
     ids=lambda config: config.model_type,
 )
@@ -141,8 +148,8 @@ def test_every_default_target_receives_gradient_and_is_merged(config):
         if ".lora_B." in name:
             torch.nn.init.normal_(value, std=0.1)
     ids = torch.arange(2, 14)[None]
-    outputs = adapted.eval()(input_ids=ids, labels=ids, use_cache=False)
-    outputs.loss.backward()
+    adapted.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    outputs = adapted.eval()(input_ids=ids, use_cache=False)
     assert [name for name, value in trained.items() if value.grad is None] == []
     merged = adapted.merge_and_unload()(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(merged, outputs.logits, rtol=1e-4, atol=1e-4)
@@ -190,6 +197,6 @@ def test_targets_of_few_layers_are_cautioned_about(names, is_partial):
 
 def test_model_without_number_of_layers_is_not_cautioned_about(monkeypatch):
     model = build_model("llama")
-    config = SimpleNamespace(get_text_config=SimpleNamespace)  # As of BLT.
+    config = SimpleNamespace(get_text_config=SimpleNamespace, sub_configs={})  # As of BLT.
     monkeypatch.setattr(model, "config", config)
     assert find_bare_layers(model, AdapterConfig(use_peft=True, lora_target_modules=["q_proj"])) is None

@@ -457,11 +457,12 @@ def _find_unsupported(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -
     """Return the paths of linear layers whose adapter would fail, be ignored, or get no gradient; and of routers.
 
     Routers that inherit from a linear layer return tuples, and grouped layers (DeepSeek V4) multiply each group of
-    features by its own block. Mamba's kernel reads the weight of ``dt_proj``, LongCat's router that of its classifier.
+    features by its own block. Mamba's kernel reads the weight of ``dt_proj``, LongCat's router that of its classifier,
+    Gemma 3n in training that of ``correction_coefs``.
     The indexer of sparse attention only selects tokens, which is not differentiable. Adapters of layers that share a
     weight (``_find_shared``) would add up when merged.
     """
-    names: tuple[str, ...] = ("dt_proj", "gate.wg", "router.classifier", "router.layer")
+    names: tuple[str, ...] = ("correction_coefs", "dt_proj", "gate.wg", "router.classifier", "router.layer")
     names += ("out_proj",) if model.config.model_type in _MAMBA else ()
     shared = _find_shared(linear)
     return [
