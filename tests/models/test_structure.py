@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+)
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.structure import collect_features, find_layers, map_layers, verify_layers
+from recipes_lib.models.structure import collect_features, find_layers, find_shared_rope, map_layers, verify_layers
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -121,3 +128,35 @@ def test_model_without_layer_list_is_refused() -> None:
         find_layers(model)
     with pytest.raises(ConfigError, match="no list of its 0 layers"):
         find_layers(build_llama(0))
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("longest", [8, 12])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, num_hidden_layers=2, max_position_embeddings=8),
+        LlamaConfig(**SIZES, num_hidden_layers=2, max_position_embeddings=8, rope_parameters=DYNAMIC),
+        Phi3Config(
+            **SIZES,
+            num_hidden_layers=2,
+            pad_token_id=0,
+            max_position_embeddings=32,
+            original_max_position_embeddings=8,
+            rope_parameters=LONGROPE,
+        ),
+    ],
+    ids=["default", "dynamic", "longrope"],
+)
+def test_shared_rotary_frequencies_are_told(config, longest) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(1, 64, (2, longest))
+    with torch.no_grad():
+        alone = model(input_ids=ids[:1, :6], use_cache=False).logits
+        beside = model(input_ids=ids, use_cache=False).logits[:1, :6]
+    changes = not torch.allclose(alone, beside, atol=1e-5)
+    assert changes == (find_shared_rope(config, longest) is not None)

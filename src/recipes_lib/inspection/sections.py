@@ -151,7 +151,7 @@ class Inspection(ABC):
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import describe_ids_beyond, load_tokenizer, verify_folder
         from recipes_lib.models.quantization import find_unquantized
-        from recipes_lib.models.structure import find_dropped_modules
+        from recipes_lib.models.structure import find_dropped_modules, find_shared_rope
         from recipes_lib.planning.compute import build_on_meta
         from recipes_lib.training.layouts.memory_layout import verify_model
 
@@ -174,7 +174,8 @@ class Inspection(ABC):
         bare = find_bare_layers(model, self.config.adapter) if self.config.adapter.use_peft else None
         text_config = model_config.get_text_config()
         beyond = describe_ids_beyond(text_config.vocab_size, text_config, generation_config)
-        for caution in filter(None, (find_dropped_modules(model, model_config), experts, bare, beyond)):
+        shared = find_shared_rope(text_config, max_length)
+        for caution in filter(None, (find_dropped_modules(model, model_config), experts, bare, beyond, shared)):
             report(f"warning: {caution}")
         needs_head = False if self.config.recipe == "reward" else None
         self.check_weights(report, "model_name_or_path", self.config.model, needs_head=needs_head)

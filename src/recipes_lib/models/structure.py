@@ -109,6 +109,27 @@ def find_logit_scale(text_config: PreTrainedConfig) -> float:
     return scale * read("logits_scaling") if is_factor else scale / read("logits_scaling")
 
 
+def find_shared_rope(text_config: PreTrainedConfig, max_length: int | None) -> str | None:
+    """Return a caution if a long document changes the rotary frequencies of all documents in its batch.
+
+    transformers 5.24 chooses those of LongRoPE (Phi-3.5 and Phi-4-mini) and of dynamic NTK scaling by the longest one.
+
+    Args:
+        text_config: Configuration of the text model.
+        max_length: Limit of the tokens of a document; ``None`` without one.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # One mapping, or one for each type of layers.
+        if isinstance(part, dict) and part.get("rope_type") in ("longrope", "dynamic"):
+            limit = part.get("original_max_position_embeddings") or text_config.max_position_embeddings
+            if max_length is None or max_length > limit:
+                return (
+                    f"a document of more than {limit:,} tokens changes the positions of all others in its batch, by "
+                    f"{part['rope_type']} scaling: set max_length to {limit} unless they are needed"
+                )
+    return None
+
+
 def has_attention_dropout(text_config: PreTrainedConfig) -> bool:
     """Return whether attention probabilities are dropped in training, by any of the names of the key."""
     return any(getattr(text_config, name, 0.0) for name in _ATTENTION_DROPOUT)
