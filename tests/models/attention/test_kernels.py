@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from transformers import (
@@ -78,7 +81,7 @@ HYBRID = {
 IGNORING: dict[str, dict[str, int]] = {
     "afmoe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     "biogpt": {},
-    "falcon": {},  # In transformers 5.24, it isolates documents.
+    "falcon": {},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "opt": {"word_embed_proj_dim": 32},
     "xglm": {"d_model": 32, "num_layers": 2},
@@ -285,10 +288,15 @@ def test_packing_is_refused_from_model_config_alone(name: str, reason: str) -> N
 @pytest.mark.parametrize("name", IGNORING)
 def test_packing_is_refused_from_model_config_alone_where_masks_mix_documents(name: str) -> None:
     config = AutoConfig.for_model(name, **{**architectures.WITHOUT_HEAD_DIM, **IGNORING[name]})
-    # It is still so in the installed version.
-    with pytest.raises(ConfigError, match="does not keep its logits beside another"):
+    # transformers 5.24 passes the positions to the masks of Falcon.
+    isolates = name == "falcon" and Version(transformers.__version__) >= Version("5.24")
+
+    def refused(match: str) -> Any:
+        return nullcontext() if isolates else pytest.raises(ConfigError, match=match)
+
+    with refused("does not keep its logits beside another"):
         verify_isolation(make_model(config, "eager"), "rows")
-    with pytest.raises(ConfigError, match=f"packing: eager cannot separate documents: .* of {name} models"):
+    with refused(f"packing: eager cannot separate documents: .* of {name} models"):
         choose_kernel(config, "eager", device=CPU, compute_dtype=torch.float32, packing=True)
     choose_kernel(config, "eager", device=CPU, compute_dtype=torch.float32, packing=False)
 
