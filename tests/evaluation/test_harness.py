@@ -327,7 +327,10 @@ def test_results_of_another_evaluation_are_kept(model, tasks, monkeypatch, capsy
     run("local_choice", limit=3)
     first = [(folder / name).read_bytes() for name in (RECORD, SAMPLES)]
     assert not list(folder.glob("earlier-*"))  # The same evaluation replaces its results.
+    (folder / "watch.json").write_text("{}")
     run("local_choice")
+    assert (folder / "earlier-1" / "watch.json").exists()
+    assert not (folder / "watch.json").exists()
     assert [(folder / "earlier-1" / name).read_bytes() for name in (RECORD, SAMPLES)] == first
     assert "earlier-1" in capsys.readouterr().err
     run("local_rolling")

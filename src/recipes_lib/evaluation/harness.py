@@ -169,8 +169,9 @@ def _keep_earlier(folder: Path, record: Mapping[str, Any]) -> None:
         return
     aside = next(path for number in itertools.count(1) if not (path := folder / f"earlier-{number}").exists())
     aside.mkdir()
-    # The record last: after a kill in between, what is left has none, or is moved again.
-    for name in (SAMPLES, "report.html", RECORD):
+    # With the page, and the file by which `eval watch` takes results for its own. The record last: after a kill in
+    # between, what is left is moved again.
+    for name in (SAMPLES, "report.html", "watch.json", RECORD):
         with suppress(FileNotFoundError):
             (folder / name).rename(aside / name)
     sys.stderr.write(f"earlier results of other questions, settings or weights are kept in {aside}\n")

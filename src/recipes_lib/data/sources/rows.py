@@ -330,5 +330,6 @@ def encode_valid(
         except DataError as error:
             if not drop:
                 return None, [*problems.values(), *error.problems]
+            # Rows of these names have just been encoded alone: they fail only beside others.
             if named == (named := {problem.where for problem in error.problems}):
                 raise
