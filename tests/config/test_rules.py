@@ -114,6 +114,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
             for key in ("load_in_4bit", "load_in_8bit")
             for init in ("pissa", "olora", "orthogonal")
         ),
+        ("lora_target_modules: []", 5, "no layer would have an adapter"),
         ("lora_target_modules: [q_proj, v_proj]\nlora_modules_to_save: [q_proj]", 6, "trained in full and adapted"),
     ],
     "dpo": [
