@@ -88,6 +88,13 @@ def test_evaluation_is_disabled_without_held_out_data(tmp_path):
     assert build_training_arguments(config, ONE, has_eval=True).eval_on_start
 
 
+def test_commands_without_evaluation_take_configuration_of_run_with_best_model(tmp_path):
+    """As ``recipes fisher`` and ``recipes distill-store`` do."""
+    keys = {"load_best_model_at_end": True, "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+    args = build_training_arguments(make_config(tmp_path, **keys), ONE, has_eval=False)
+    assert not args.load_best_model_at_end
+
+
 @pytest.mark.parametrize(
     ("metric", "is_greater"),
     [

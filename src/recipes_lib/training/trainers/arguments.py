@@ -180,7 +180,9 @@ def build_training_arguments(
         arguments.pop(key, None)
     arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
-        arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+        # Commands that do not train read the configuration of a run that keeps its best model, too.
+        unset = {"eval_on_start": False, "eval_steps": None, "load_best_model_at_end": False}
+        arguments |= {"eval_strategy": "no", **unset}
     arguments["report_to"] = config.read("report_to") or "none"  # Upstream takes null for the name of a tracker.
     # torch refuses the integer 0 beside a float.
     arguments |= {key: float(arguments[key]) for key in ("adam_beta1", "adam_beta2") if key in arguments}
