@@ -169,6 +169,8 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
         ("max_length: 1024\noverlong: truncate", 6, "truncate prompts"),
         ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
+        ("dual_clip: 1.1", 5, "`dual_clip` (1.1) is below 1 + `cliprange` (1.2)"),
+        ("dual_clip: 3\ncliprange: 2.5", 5, "below 1 + `cliprange` (3.5)"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
         ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not supported in this recipe"),
@@ -253,7 +255,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
 }
 """Recipe -> lines added to the minimal recipe, line of the single problem, and a part of its text."""
 COMPATIBLE = {
-    "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]"],
+    "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]", "dual_clip: 1.3\ncliprange: 0.3"],
     "rloo": ["beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true"],
     "grpo": [
         "beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none",

@@ -205,6 +205,14 @@ def check_cap(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("loss_type", found, "write `epsilon_high: 5`, as in the ScaleRL paper")
 
 
+def check_dual_clip(settings: Settings) -> Iterator[Problem]:
+    """The dual clip is outside the clip range, inside which it would bound the ratio at positive advantages too."""
+    bound, highest = settings["dual_clip"], 1 + settings["cliprange"]
+    if bound is not None and bound < highest:
+        found = f"`dual_clip` ({bound}) is below 1 + `cliprange` ({highest:g})"
+        yield settings.problem("dual_clip", found, "write `dual_clip: 3`, as in the paper")
+
+
 def check_layers(settings: Settings) -> Iterator[Problem]:
     """Layer indices start at 1 and are distinct."""
     for key in ("feature_layers", "relation_layers"):
@@ -507,7 +515,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "lora": _FINE_TUNING,
     "reward": _FINE_TUNING,
     "dpo": (*_FINE_TUNING, check_preference),
-    "ppo": _SAMPLING,
+    "ppo": (*_SAMPLING, check_dual_clip),
     "rloo": _SAMPLING,
     "grpo": (*_SAMPLING, check_cap),
     "distill": (*_FINE_TUNING, check_layers),

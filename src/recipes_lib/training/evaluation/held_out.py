@@ -180,6 +180,8 @@ class EvaluateLoss(_HeldOutEvaluation):
 class EvaluatePairs(_HeldOutEvaluation):
     """Computes metrics of held-out pairs, which do not depend on batch size or number of ranks.
 
+    Only the loss of ``aot`` and ``aot_unpaired`` depends on the batch size: it compares the pairs of a batch.
+
     Attributes:
         score: Scorer of a batch of pairs.
 
