@@ -97,21 +97,6 @@ def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
     assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6), "eval_loss": 2.5}
 
 
-@pytest.mark.parametrize(
-    ("launch", "keys", "found"),
-    [
-        (dataclasses.replace(TWO, rank=2), {}, "the ranks of 2 processes end at 1"),
-        (dataclasses.replace(ONE, precision="fp16"), {"bf16": True}, "they contradict each other"),
-        (ONE, {"optim": "lomo"}, "during the backward pass"),
-    ],
-    ids=["launcher", "launch file", "optimizer"],
-)
-def test_what_fails_late_is_refused_before_the_directory_is_opened(tmp_path, launch, keys, found):
-    with pytest.raises(ConfigError, match=found):
-        start_run(make_config(tmp_path / "out", **keys), launch)
-    assert not (tmp_path / "out").exists()
-
-
 def test_start_resumes_from_last_complete_checkpoint(tmp_path):
     config = make_config(tmp_path)
     start_run(config, ONE)
