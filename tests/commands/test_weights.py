@@ -16,6 +16,7 @@ from recipes_lib.commands.weights import PROMPTS, refuse_another_model
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.loading import load_causal_lm
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +198,19 @@ def test_student_has_selected_layers_and_all_other_weights(cut, tiny_model_dir, 
     record = json.loads((tmp_path / "a student" / "student.json").read_text())
     assert record == {"teacher": str(tiny_model_dir), "teacher_revision": None, "layers": [2], "of": 2}
     assert {path.name for path in tmp_path.iterdir()} == {"a student"}
+
+
+def test_student_that_does_not_load_as_it_was_saved_is_not_written(cut, tmp_path, monkeypatch) -> None:
+    def load(config, *options):
+        model = load_causal_lm(config, *options)
+        if str(config.model_name_or_path).endswith(".partial"):
+            model.model.norm.weight.data[0] += 1
+        return model
+
+    monkeypatch.setattr("recipes_lib.models.loading.load_causal_lm", load)
+    output = cut(tmp_path / "student", "--num_layers", "1", code=2)
+    assert "LlamaForCausalLM cannot be pruned: the tensor model.norm.weight changed" in output
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from recipes_lib.data.final_numbers import read_final_number
         ("\\boxed{96}\n#### 72", "72"),
         (r"\boxed{\frac{72}{96}}", None),
         (r"\boxed{(72, 96)}", None),
-        (r"\boxed{12 \text{ or } 72}", None),
+        (r"#### \boxed{12 \text{ or } 72}", None),
         (r"\boxed{12 = x, y = 72}", "72"),
         (r"\boxed{x = 12, y = 72}", None),
         (r"\boxed{\boxed{72}}", "72"),

@@ -33,8 +33,13 @@ def load(student_dir: Path, teacher_dir: Path, tmp_path: Path, **keys: Any) -> A
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_teacher_is_frozen_in_its_own_dtype(tiny_model_dir, tmp_path, dtype, expected) -> None:
+def test_teacher_is_frozen_and_verified_in_its_own_dtype(
+    tiny_model_dir, tmp_path, dtype, expected, monkeypatch
+) -> None:
+    verified = list[Any]()
+    monkeypatch.setattr("recipes_lib.distillation.teacher_store.verify_loss_head", verified.append)
     teacher = load(tiny_model_dir, tiny_model_dir, tmp_path, teacher_dtype=dtype)
+    assert verified == [teacher]
     assert teacher.dtype == expected
     assert not teacher.training
     assert not any(parameter.requires_grad for parameter in teacher.parameters())

@@ -195,6 +195,13 @@ def test_chat_endpoint_receives_messages(served, tasks, tmp_path, capsys) -> Non
     assert 'the reply holds no answer: {"error": "no credit"}' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keys", [{"base_url": "http://localhost:1/v1/chat/completions"}, {"engine": "vllm"}])
+def test_several_processes_do_not_repeat_every_question(keys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were started, and each would ask every question"):
+        engines.build_engine(EvalConfig(model_name_or_path="name", **keys), {})
+
+
 @pytest.mark.parametrize("concurrent", [1, 8])
 def test_harness_respects_retry_after_and_warns_once(served, tasks, tmp_path, monkeypatch, capsys, concurrent) -> None:
     waits: list[tuple[str | None, float]] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_events, read_rows, write_rows
 
+from recipes_lib.models.attention import kernels
+from recipes_lib.models.heads import loss_head
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.run_files import read_run
+from recipes_lib.training.trainers import dpo_trainer, pair_trainer
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,20 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
     return read_events(folder, "eval")
 
 
+def record_checks(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of the checks before step 1, as they are called by recipes or trainers."""
+    called: set[str] = set()
+
+    def record(name: str, check: Callable[..., None], *args: Any) -> None:
+        called.add(name)
+        check(*args)
+
+    for module in (loss_head, kernels, dpo_trainer, pair_trainer):
+        for name in {"verify_loss_head", "verify_isolation"} & vars(module).keys():
+            monkeypatch.setattr(module, name, partial(record, name, getattr(module, name)))
+    return called
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -50,10 +69,15 @@ def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, 
         pytest.param("distill", marks=pytest.mark.slow),
     ],
 )
-def test_named_dataset_has_metrics_of_held_out_set(inputs: Path, tmp_path: Path, recipe: str) -> None:
+def test_named_dataset_has_metrics_of_held_out_set(
+    inputs: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified = record_checks(monkeypatch)
     own = str(inputs / f"{recipe_runs.DATA[recipe]} web.jsonl")
     events = run(inputs, tmp_path, recipe, dataset_test_split=own)
     assert len(events) >= 2
+    if recipe != "reward":  # Layouts of pairs have checks of their own.
+        assert verified == {"verify_loss_head", *(["verify_isolation"] if recipe != "dpo" else [])}
     for event in events:
         figures = [name for name in event if name.startswith("eval_web_")]
         assert "eval_web_loss" in figures

@@ -45,8 +45,11 @@ def reward_adapter_dir(policy_dir, tmp_path):
     return write_reward_adapter(policy_dir, tmp_path / "reward adapter")
 
 
-def test_separate_models_share_no_parameters(load):
+def test_separate_models_share_no_parameters(load, monkeypatch):
+    verified = []
+    monkeypatch.setattr("recipes_lib.rl.models.verify_loss_head", verified.append)
     models = load()
+    assert verified == [models.policy]
     assert not models.is_shared
     assert models.stop_ids == [keys_task.EOS, 7]
     assert models.policy_parameters().keys() == dict(models.policy.named_parameters()).keys()

@@ -1,4 +1,4 @@
-"""Devices and processes of a run: reported at its start, a CPU chosen beside a GPU, a killed data loader worker."""
+"""Devices and processes of a run: reported and verified at its start, a CPU beside a GPU, a killed loader worker."""
 
 import dataclasses
 import errno
@@ -50,6 +50,21 @@ def test_each_process_reports_rank_and_host_at_start(tmp_path, capsys, monkeypat
         start_run(make_config(tmp_path / name, use_cpu=by_recipe), launch)
         assert (logged := capsys.readouterr().err).startswith(f"{begin}cpu")
         assert "idle" not in logged
+
+
+@pytest.mark.parametrize(
+    ("launch", "keys", "found"),
+    [
+        (dataclasses.replace(TWO, rank=2), {}, "the ranks of 2 processes end at 1"),
+        (dataclasses.replace(ONE, precision="fp16"), {"bf16": True}, "they contradict each other"),
+        (ONE, {"optim": "lomo"}, "during the backward pass"),
+    ],
+    ids=["launcher", "launch file", "optimizer"],
+)
+def test_what_fails_late_is_refused_before_the_directory_is_opened(tmp_path, launch, keys, found):
+    with pytest.raises(ConfigError, match=found):
+        start_run(make_config(tmp_path / "out", **keys), launch)
+    assert not (tmp_path / "out").exists()
 
 
 def test_checkpoint_of_deepspeed_is_refused_without_it(tmp_path):

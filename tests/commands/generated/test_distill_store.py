@@ -36,7 +36,11 @@ def test_run_with_store_does_not_load_teacher(recipes, tmp_path, tiny_model_dir,
     weights = tiny_model_dir / "model.safetensors"
     identity = weights.read_bytes()
     monkeypatch.setattr("recipes_lib.distillation.teacher_store.load_causal_lm", lambda *_: pytest.fail("a teacher"))
-    assert run_here(load_recipe("distill"), config, recipe="distill") == 0
+    script, verified = load_recipe("distill"), list[str]()
+    for check in ("verify_isolation", "verify_loss_head"):
+        monkeypatch.setattr(script, check, lambda *_, check=check: verified.append(check))
+    assert run_here(script, config, recipe="distill") == 0
+    assert verified == ["verify_isolation", "verify_loss_head"]
     assert weights.read_bytes() == identity
     steps = read_events(tmp_path / "a run")
     assert len(steps) == 4

@@ -35,6 +35,7 @@ def test_only_requested_messages_are_trained() -> None:
     assert find(LOOP + PROMPT, chat, 1, 3) == [(1, "b<|im_end|>"), (3, "d<|im_end|>")]
     assert find(LOOP + PROMPT, chat, 3) == [(3, "d<|im_end|>")]
     assert find(LOOP + PROMPT, chat) == []
+    assert find("{{ messages[0].content }}{{ messages[1].content }}", row("a", "b")) == [], "as with loss_on: all"
 
 
 def test_chat_dependent_generation_prompt_is_rendered_per_turn() -> None:

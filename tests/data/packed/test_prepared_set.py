@@ -144,6 +144,8 @@ def test_very_long_row_is_cut_before_tokenisation(build_config, write_rows, make
     assert 64 < prepared.manifest["train"]["length_max"] < whole.manifest["train"]["length_max"] / 10
     assert any("only their beginning" in finding["found"] for finding in prepared.manifest["findings"])
     assert prepared.manifest["train"]["stop_fraction"] == whole.manifest["train"]["stop_fraction"] == 1
+    pieces = prepare(build_config(**options, overlong="split"), load_tokenizer)
+    assert pieces.manifest["train"]["length_max"] == whole.manifest["train"]["length_max"], "no piece is lost"
     with pytest.raises(DataError, match=r"jsonl:2: a text of 150,\d+ characters, which is more than max_length tokens"):
         prepare(build_config(**options), load_tokenizer)
 

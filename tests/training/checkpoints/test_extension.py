@@ -36,6 +36,10 @@ def find(now, then):
 def test_wsd_run_extends_from_before_old_decay(build) -> None:
     # The old decay starts at step 6, for which checkpoint-6 still has the peak learning rate.
     assert find(build(max_steps=15, **WSD), build(max_steps=10, **WSD)) == "checkpoint-6"
+    # A step has 64 tokens.
+    lengths = ({"max_steps": None, "max_tokens": 64 * num_steps} for num_steps in (15, 10))
+    assert find(*(build(**length, **WSD) for length in lengths)) == "checkpoint-6"
+    assert find(build(max_steps=10, **WSD | {"decay_steps": 8}), build(max_steps=10, **WSD)) == "checkpoint-2"
 
 
 def test_linear_schedule_cannot_be_extended(build) -> None:
@@ -47,6 +51,7 @@ def test_constant_schedule_extends_from_last_checkpoint(build) -> None:
     keys = {"lr_scheduler_type": "constant", "warmup_steps": 2}
     assert find(build(max_steps=15, **keys), build(max_steps=10, **keys)) == "checkpoint-10"
     assert find(build(max_steps=8, **keys), build(max_steps=10, **keys)) == "checkpoint-7"
+    assert find(build(max_steps=7, **keys), build(max_steps=10, **keys)) == "checkpoint-6", "a step is left to make"
 
 
 def test_other_key_or_recipe_is_not_an_extension(build) -> None:
@@ -63,8 +68,10 @@ def test_stream_is_not_extended(build) -> None:
 
 
 def test_length_in_epochs_is_not_extended(build) -> None:
-    assert find(build(max_steps=15, **WSD), build(max_steps=-1, **WSD)) is None
-    assert find(build(max_steps=-1, **WSD), build(max_steps=10, **WSD)) is None
+    for now, then in ((15, -1), (-1, 10)):
+        before = flatten_config(build(max_steps=then, **WSD))
+        # `start_run` has filled in the default number of epochs.
+        assert find_common_checkpoint(build(max_steps=now, **WSD), before, ["max_steps"], world_size=1) is None
 
 
 def test_schedule_that_does_not_fit_is_an_error(build) -> None:

@@ -96,7 +96,7 @@ def build_config(path: Path | None, strategy: str) -> Any:
         ({"curve": CURVE | {"metric": "accuracy"}, "num_tokens": 1e6}, DataError),
         ({"curve": CURVE, "num_tokens": 0}, DataError),
         ({"curve": CURVE, "num_tokens": 1.1e6}, ConfigError),
-        ({"curve": CURVE, "num_tokens": 1.01e6}, None),
+        ({"curve": CURVE, "num_tokens": 1_010_000}, None),  # As other programs than ours write it.
     ],
 )
 def test_file_without_curve_or_of_another_length_is_refused(tmp_path, record, error) -> None:

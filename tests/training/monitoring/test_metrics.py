@@ -18,7 +18,13 @@ from tests.training.clock import Clock
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import TokenFlops
-from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter, read_peak_memory
+from recipes_lib.training.monitoring.metrics import (
+    MetricsWriter,
+    StepCounter,
+    ThroughputMeter,
+    measure_run,
+    read_peak_memory,
+)
 
 
 def write_events(path: Path, *steps: int) -> None:
@@ -241,3 +247,10 @@ def test_energy_is_that_of_training_and_of_a_gpu_that_measures_it(monkeypatch):
     nvml.nvmlDeviceGetTotalEnergyConsumption = fail
     meter.begin()
     assert "energy_joules" not in train()
+
+
+def test_measured_run_lacks_figures_that_were_not_logged() -> None:
+    events = [{"kind": "train", "step": 10, "seconds": None, "memory_bytes": None}, {"kind": "train", "step": 20}]
+    assert measure_run(events) == {}
+    assert measure_run([*events, {"kind": "train", "step": 30, "seconds": 9.0}]) == {}
+    assert measure_run([]) == {}, "as with `logging_strategy: no`"

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from transformers import set_seed
 
 from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
-from recipes_lib.planning.schedule import PretrainingPlan, agree_until, count_run_tokens, plan_pretraining
+from recipes_lib.planning.schedule import agree_until, count_run_tokens, plan_pretraining
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
@@ -276,16 +275,14 @@ def find_common_checkpoint(
         return None
     now, then = (plan_pretraining(run, world_size) for run in runs)
     checkpoints = list_checkpoints(Path(config.training["output_dir"]))
-    common = (path for step, path in checkpoints if is_complete(path) and _is_common(now, then, step))
+    # The rows of a step do not depend on the length of the run. ``step + 1``: the optimizer of a checkpoint already has
+    # the learning rate of the next step.
+    common = (
+        path
+        for step, path in checkpoints
+        if step < now.num_steps and is_complete(path) and agree_until(now.schedule, then.schedule, step + 1)
+    )
     return next(common, None)
-
-
-def _is_common(now: PretrainingPlan, then: PretrainingPlan, step: int) -> bool:
-    if step >= now.num_steps:
-        return False
-    has_same_rows = np.array_equal(now.row_starts[: step + 1], then.row_starts[: step + 1])
-    # step + 1: the optimizer of a checkpoint already has the learning rate of the next step.
-    return has_same_rows and agree_until(now.schedule, then.schedule, step + 1)
 
 
 def _restore(config: RecipeConfig, before: Mapping[str, Any], keys: Collection[str]) -> RecipeConfig:

@@ -119,7 +119,7 @@ def _read_expected_curve(path: Path) -> tuple[ExpectedCurve, float]:
         DataError: The file cannot be read, or has no curve.
     """
     remedy = "write it by `recipes scale predict --output`, with a law of `recipes scale fit`"
-    record = read_record(path, {"curve": dict, "num_tokens": float}, remedy=remedy)
+    record = read_record(path, {"curve": dict, "num_tokens": int | float}, remedy=remedy)
     try:
         curve = ExpectedCurve(**record["curve"])
         # Fails for other values than numbers, and for lists of different lengths.
