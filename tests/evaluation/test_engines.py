@@ -486,10 +486,11 @@ def test_vllm_has_room_for_the_rank_of_an_adapter(model, tmp_path, monkeypatch, 
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
-    config = EvalConfig(model_name_or_path=str(folder), engine="vllm")
+    config = EvalConfig(model_name_or_path=str(folder), engine="vllm", seed=7)
     options = engines.build_engine(config, describe_model(config)).options
     assert (options["pretrained"], options["lora_local_path"]) == (str(model), str(folder))
     assert options["max_lora_rank"] == expected
+    assert options["seed"] == 7
 
 
 def test_adapter_answers_end_at_its_own_stop_tokens(model, tmp_path, monkeypatch) -> None:

@@ -76,6 +76,18 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
+def test_seed_determines_sampled_answers(model: Path, tasks: Path, tmp_path: Path) -> None:
+    """With the same answers for all seeds, repeated evaluations would show no variance."""
+    options = {"gen_kwargs": {"do_sample": True, "temperature": 1.0}}
+    answers = []
+    for number, seed in enumerate((1, 1, 2)):
+        config = build(model, tasks, "local_written", output_dir=str(tmp_path / str(number)), seed=seed, **options)
+        evaluate_model(config)
+        answers.append([row["answers"] for row in read_samples(config.folder)])
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
+
+
 def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(model: Path, tasks: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.bos_token = tokenizer.pad_token

@@ -219,7 +219,7 @@ def _explain(error: Exception) -> str:
 def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(Problem("engine", "vllm is not installed", "pip install vllm"))
-    options = _list_options(config, settings)
+    options = {**_list_options(config, settings), "seed": config.seed}
     if "base" in settings:
         options["lora_local_path"] = _find_place(config)
         saved = read_record(Path(options["lora_local_path"]) / ADAPTER_CONFIG, {"r": int})
