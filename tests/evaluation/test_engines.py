@@ -122,17 +122,21 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch) -> None:
-    assert run_eval(model, tasks, tmp_path / "own") == 0
+    names = "local_choice,local_written,local_rolling"
+    assert run_eval(model, tasks, tmp_path / "own", names=names) == 0
     monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
-    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags, names=names) == 0
     assert set(served.server.keys) == {"Bearer key"}
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
-    assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
-        name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
-    }
+    assert own.keys() == theirs.keys()
+    for name, task in own.items():
+        assert [task[figure] for figure in FIGURES[1:]] == [theirs[name][figure] for figure in FIGURES[1:]]
+        for metric, score in task["scores"].items():
+            assert theirs[name]["scores"][metric]["value"] == pytest.approx(score["value"], rel=1e-6), name
     for one, other in zip(read_samples(tmp_path / "own"), read_samples(tmp_path / "served"), strict=True):
         for mine, its in zip(one["answers"], other["answers"], strict=True):
-            assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
+            first, second = (value[0] if isinstance(value, list) else value for value in (mine, its))
+            assert first == pytest.approx(second, abs=1e-4)
 
 
 def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:

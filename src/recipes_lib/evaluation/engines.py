@@ -128,9 +128,11 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 time.sleep(_tell_failure(error))
                 raise
 
-        async def amodel_call(self, *args: Any, **kwargs: Any) -> Any:
+        async def amodel_call(self, *args: Any, cache_keys: Any = None, **kwargs: Any) -> Any:
+            # Windows of a whole text have no keys, only the text: lm-eval 0.4.13 fails to store their answers.
+            keys = None if cache_keys and None in cache_keys else cache_keys
             try:
-                return await super().amodel_call(*args, **kwargs)
+                return await super().amodel_call(*args, cache_keys=keys, **kwargs)
             except Exception as error:
                 await asyncio.sleep(_tell_failure(error))
                 raise
