@@ -462,8 +462,10 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         def answer(requests: Sequence[Any]) -> Any:
             for request in requests:
                 _verify_room(self.lm, request.args)
+            # lm-eval 0.4.13 would also predict the start token of a whole text, from itself.
+            changes = {"add_bos_token": False} if name == "loglikelihood_rolling" else {}
             try:
-                with temporarily(self.lm, asked=requests):
+                with temporarily(self.lm, asked=requests, **changes):
                     return method(requests)
             except UserError:
                 raise
