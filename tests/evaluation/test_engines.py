@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
 from tests.evaluation.chat_endpoint import ChatEndpoint
-from tests.evaluation.test_harness import change_config
+from tests.evaluation.test_harness import add_tokens, change_config
 from tests.forked import ROOT, Launch, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -121,7 +121,9 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("form", ["$A", "BOS $A", "BOS $A EOS"])
+def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch, form: str) -> None:
+    add_tokens(model, form)
     names = "local_choice,local_written,local_rolling"
     assert run_eval(model, tasks, tmp_path / "own", names=names) == 0
     monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")

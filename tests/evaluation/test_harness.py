@@ -91,7 +91,7 @@ def test_seed_determines_sampled_answers(model: Path, tasks: Path, tmp_path: Pat
 def add_tokens(model: Path, form: str) -> None:
     """Make the tokenizer of a model add BOS, EOS or both to a text, ``$A``."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.bos_token = tokenizer.pad_token
+    tokenizer.bos_token = "<|im_start|>"
     names = {"BOS": tokenizer.bos_token, "EOS": tokenizer.eos_token}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         [names.get(part, part) for part in form.split()],

@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import resolve_max_length
+from lm_eval.models.utils import has_bos_prefix, resolve_max_length
 from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LogitsProcessorList
@@ -106,8 +106,10 @@ def _build_endpoint(config: EvalConfig) -> Any:
     positions, tokenizer = None, str(find_tokenizer(str(config.tokenizer_name_or_path)))
     with suppress(ConfigError):  # The folder may contain a tokenizer only.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=tokenizer))
-    options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
-    return _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
+    options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
+    client = _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
+    _drop_suffix(client.tokenizer)
+    return client
 
 
 def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
@@ -137,6 +139,11 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 await asyncio.sleep(_tell_failure(error))
                 raise
 
+        def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
+            # Overridden (lm-eval 0.4.13): it sends prompts without the start token, which Llama 3 and Gemma need.
+            adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
+            return _tokenize(self.tokenizer, string, adds=adds)
+
         def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
             _verify_logprobs(_list_choices(outputs), tokens)
             return super().parse_logprobs(outputs=outputs, tokens=tokens, **kwargs)
@@ -150,6 +157,13 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
+
+
+def _tokenize(tokenizer: Any, text: str | Sequence[str], *, adds: bool) -> Any:
+    """Return the token ids of a text or of several; ``adds``: with a start token, unless a chat template wrote it."""
+    if not isinstance(text, str):
+        return [_tokenize(tokenizer, one, adds=adds) for one in text]
+    return tokenizer(text, add_special_tokens=adds and not has_bos_prefix(text, tokenizer.bos_token))["input_ids"]
 
 
 _LAST_RESPONSE: Final = deque([""], maxlen=1)
