@@ -141,6 +141,20 @@ def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monke
             assert first == pytest.approx(second, abs=1e-4)
 
 
+def test_repeats_of_a_prompt_have_seeds_of_their_own(served, tasks, tmp_path) -> None:
+    """With one seed, a server would sample the same answer each time, and a majority vote would be that of one."""
+    task = json.loads((tasks / "written.yaml").read_text()) | {"task": "repeated", "repeats": 3}
+    task["generation_kwargs"] |= {"do_sample": True, "temperature": 1.0}
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "repeated.yaml").write_text(json.dumps(task))
+    flags = [*served.flags, "--seed", 5, "--limit", 2]
+    assert run_eval("name", tmp_path / "tasks", tmp_path / "out", *flags, names="repeated") == 0
+    seeds: dict[str, list[int]] = {}
+    for body in served.server.asked:
+        seeds.setdefault(str(body["prompt"]), []).append(body["seed"])
+    assert [sorted(found) for found in seeds.values()] == [[5, 6, 7]] * 2
+
+
 def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
     change_config(model, max_position_embeddings=16)
     assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0

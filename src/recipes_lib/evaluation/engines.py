@@ -11,7 +11,7 @@ import re
 import sqlite3
 import sys
 import time
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
@@ -119,6 +119,7 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
     would end the evaluation.
     """
     client_class: Any = get_model(name)
+    num_asked = Counter[int]()
 
     class PatientClient(client_class):  # type: ignore[misc]
         api_key = read_key() or ""
@@ -139,6 +140,11 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 await asyncio.sleep(_tell_failure(error))
                 raise
 
+        def _create_payload(self, messages: Any, *args: Any, seed: int, **kwargs: Any) -> Any:
+            # lm-eval 0.4.13 sends one seed, with which a server samples the same answer to each repeat of a prompt.
+            num_asked[key := hash(repr(messages))] += 1
+            return super()._create_payload(messages, *args, seed=seed + num_asked[key] - 1, **kwargs)
+
         def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
             # Overridden (lm-eval 0.4.13): it sends prompts without the start token, which Llama 3 and Gemma need.
             adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -151,9 +157,8 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty answer,
             # and does not join the parts of a content.
-            for choice in _list_choices(outputs):
-                if "message" in choice:
-                    choice["message"]["content"] = join_parts(choice["message"].get("content"))
+            for message in (choice["message"] for choice in _list_choices(outputs) if "message" in choice):
+                message["content"] = join_parts(message.get("content"))
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
