@@ -141,6 +141,20 @@ def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monke
             assert first == pytest.approx(second, abs=1e-4)
 
 
+def test_code_of_a_tokenizer_runs_if_it_is_trusted(served, model, tasks, tmp_path, capsys) -> None:
+    place = shutil.copytree(model, tmp_path / "tokenizer")
+    (place / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): ..."
+    )
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    flags = [*served.flags[:2], "--tokenizer_name_or_path", place, "--limit", 1]
+    assert run_eval("name", tasks, tmp_path / "out", *flags, names="local_written") == 2
+    assert "has its own code" in capsys.readouterr().err
+    assert run_eval("name", tasks, tmp_path / "out", *flags, "--trust_remote_code", names="local_written") == 0
+
+
 def test_repeats_of_a_prompt_have_seeds_of_their_own(served, tasks, tmp_path) -> None:
     """With one seed, a server would sample the same answer each time, and a majority vote would be that of one."""
     task = json.loads((tasks / "written.yaml").read_text()) | {"task": "repeated", "repeats": 3}
