@@ -100,6 +100,13 @@ def add_tokens(model: Path, form: str) -> None:
     tokenizer.save_pretrained(model)
 
 
+def test_log_probabilities_are_not_rounded_to_the_dtype_of_the_weights(model: Path, tasks: Path) -> None:
+    """Rounded to 8 bits, those of long answers are often equal, and the first one counts as the model's choice."""
+    evaluate_model(build(model, tasks, "local_choice", dtype="bfloat16"))
+    found = torch.tensor([answer[0] for row in read_samples(model / "eval") for answer in row["answers"]])
+    assert (found != found.bfloat16().float()).float().mean() > 0.9
+
+
 def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(model: Path, tasks: Path) -> None:
     answers = {}
     for form in ("BOS $A", "BOS $A EOS"):

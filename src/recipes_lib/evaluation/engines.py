@@ -323,7 +323,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         """
         given = options["pretrained"]
         with nullcontext() if isinstance(given, str) else temporarily(given, tie_weights=_leave_ties):
-            super().__init__(**options)
+            # lm-eval 0.4.13 would round log-probabilities of answers to bf16, 8 bits: -181.6 and -182.4 would be a tie.
+            super().__init__(**options, softmax_dtype=torch.float32)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
