@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
 from tests.evaluation.chat_endpoint import ChatEndpoint
-from tests.evaluation.test_harness import change_config
+from tests.evaluation.test_harness import add_tokens, change_config
 from tests.forked import ROOT, Launch, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -121,18 +121,52 @@ def read(folder: Path) -> dict[str, Any]:
     return record
 
 
-def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch) -> None:
-    assert run_eval(model, tasks, tmp_path / "own") == 0
+@pytest.mark.parametrize("form", ["$A", "BOS $A", "BOS $A EOS"])
+def test_endpoint_scores_match_local_model(served, model, tasks, tmp_path, monkeypatch, form: str) -> None:
+    add_tokens(model, form)
+    names = "local_choice,local_written,local_rolling"
+    assert run_eval(model, tasks, tmp_path / "own", names=names) == 0
     monkeypatch.setenv("OPENAI_API_KEY", "key\r\n")
-    assert run_eval("name", tasks, tmp_path / "served", *served.flags) == 0
+    assert run_eval("name", tasks, tmp_path / "served", *served.flags, names=names) == 0
     assert set(served.server.keys) == {"Bearer key"}
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
-    assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
-        name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
-    }
+    assert own.keys() == theirs.keys()
+    for name, task in own.items():
+        assert [task[figure] for figure in FIGURES[1:]] == [theirs[name][figure] for figure in FIGURES[1:]]
+        for metric, score in task["scores"].items():
+            assert theirs[name]["scores"][metric]["value"] == pytest.approx(score["value"], rel=1e-6), name
     for one, other in zip(read_samples(tmp_path / "own"), read_samples(tmp_path / "served"), strict=True):
         for mine, its in zip(one["answers"], other["answers"], strict=True):
-            assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
+            first, second = (value[0] if isinstance(value, list) else value for value in (mine, its))
+            assert first == pytest.approx(second, abs=1e-4)
+
+
+def test_code_of_a_tokenizer_runs_if_it_is_trusted(served, model, tasks, tmp_path, capsys) -> None:
+    place = shutil.copytree(model, tmp_path / "tokenizer")
+    (place / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): ..."
+    )
+    settings = json.loads((place / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    flags = [*served.flags[:2], "--tokenizer_name_or_path", place, "--limit", 1]
+    assert run_eval("name", tasks, tmp_path / "out", *flags, names="local_written") == 2
+    assert "has its own code" in capsys.readouterr().err
+    assert run_eval("name", tasks, tmp_path / "out", *flags, "--trust_remote_code", names="local_written") == 0
+
+
+def test_repeats_of_a_prompt_have_seeds_of_their_own(served, tasks, tmp_path) -> None:
+    """With one seed, a server would sample the same answer each time, and a majority vote would be that of one."""
+    task = json.loads((tasks / "written.yaml").read_text()) | {"task": "repeated", "repeats": 3}
+    task["generation_kwargs"] |= {"do_sample": True, "temperature": 1.0}
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "repeated.yaml").write_text(json.dumps(task))
+    flags = [*served.flags, "--seed", 5, "--limit", 2]
+    assert run_eval("name", tmp_path / "tasks", tmp_path / "out", *flags, names="repeated") == 0
+    seeds: dict[str, list[int]] = {}
+    for body in served.server.asked:
+        seeds.setdefault(str(body["prompt"]), []).append(body["seed"])
+    assert [sorted(found) for found in seeds.values()] == [[5, 6, 7]] * 2
 
 
 def test_endpoint_counts_truncated_questions(served: ServedModel, model: Path, tasks: Path, tmp_path: Path) -> None:
@@ -493,10 +527,11 @@ def test_vllm_has_room_for_the_rank_of_an_adapter(model, tmp_path, monkeypatch, 
     folder = save_adapter(model, tmp_path / "adapter", **settings)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engines, "get_model", lambda _: lambda **options: SimpleNamespace(options=options))
-    config = EvalConfig(model_name_or_path=str(folder), engine="vllm")
+    config = EvalConfig(model_name_or_path=str(folder), engine="vllm", seed=7)
     options = engines.build_engine(config, describe_model(config)).options
     assert (options["pretrained"], options["lora_local_path"]) == (str(model), str(folder))
     assert options["max_lora_rank"] == expected
+    assert options["seed"] == 7
 
 
 def test_adapter_answers_end_at_its_own_stop_tokens(model, tmp_path, monkeypatch) -> None:

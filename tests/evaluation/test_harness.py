@@ -76,17 +76,41 @@ def test_scores_and_answers_match_lm_eval(model: Path, tasks: Path) -> None:
         assert row["answers"] == json.loads(json.dumps(sample["filtered_resps"]))
 
 
-def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(model: Path, tasks: Path) -> None:
+def test_seed_determines_sampled_answers(model: Path, tasks: Path, tmp_path: Path) -> None:
+    """With the same answers for all seeds, repeated evaluations would show no variance."""
+    options = {"gen_kwargs": {"do_sample": True, "temperature": 1.0}}
+    answers = []
+    for number, seed in enumerate((1, 1, 2)):
+        config = build(model, tasks, "local_written", output_dir=str(tmp_path / str(number)), seed=seed, **options)
+        evaluate_model(config)
+        answers.append([row["answers"] for row in read_samples(config.folder)])
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
+
+
+def add_tokens(model: Path, form: str) -> None:
+    """Make the tokenizer of a model add BOS, EOS or both to a text, ``$A``."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.bos_token = tokenizer.pad_token
+    tokenizer.bos_token = "<|im_start|>"
+    names = {"BOS": tokenizer.bos_token, "EOS": tokenizer.eos_token}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        [names.get(part, part) for part in form.split()],
+        special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names.values()],
+    )
+    tokenizer.save_pretrained(model)
+
+
+def test_log_probabilities_are_not_rounded_to_the_dtype_of_the_weights(model: Path, tasks: Path) -> None:
+    """Rounded to 8 bits, those of long answers are often equal, and the first one counts as the model's choice."""
+    evaluate_model(build(model, tasks, "local_choice", dtype="bfloat16"))
+    found = torch.tensor([answer[0] for row in read_samples(model / "eval") for answer in row["answers"]])
+    assert (found != found.bfloat16().float()).float().mean() > 0.9
+
+
+def test_end_token_that_a_tokenizer_appends_to_texts_is_not_part_of_a_prompt(model: Path, tasks: Path) -> None:
     answers = {}
     for form in ("BOS $A", "BOS $A EOS"):
-        names = {"BOS": tokenizer.bos_token, "EOS": tokenizer.eos_token}
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            [names.get(part, part) for part in form.split()],
-            special_tokens=[(name, tokenizer.convert_tokens_to_ids(name)) for name in names.values()],
-        )
-        tokenizer.save_pretrained(model)
+        add_tokens(model, form)
         assert evaluate_model(build(model, tasks)) is not None
         answers[form] = [row["answers"] for row in read_samples(model / "eval")]
     assert answers["BOS $A"] == answers["BOS $A EOS"]
@@ -246,7 +270,10 @@ def test_mbpp_prompt_is_that_of_its_paper(model: Path, tmp_path: Path, monkeypat
     assert next(read_samples(model / "eval"))["prompt"] == expected
 
 
-def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path) -> None:
+@pytest.mark.parametrize("form", ["$A", "BOS $A"])
+def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path, form: str) -> None:
+    """A start token is not part of a text: each of its other tokens costs the logarithm of the vocabulary's size."""
+    add_tokens(model, form)
     network = AutoModelForCausalLM.from_pretrained(model)
     torch.nn.init.zeros_(network.get_output_embeddings().weight)
     network.config.tie_word_embeddings = False
@@ -254,7 +281,7 @@ def test_bits_per_byte_of_uniform_model(model: Path, tasks: Path) -> None:
     record = evaluate_model(build(model, tasks, "local_rolling"))
     assert record is not None
     tokenizer, texts = AutoTokenizer.from_pretrained(model), [f"Say {word}, please" for word in WORDS]
-    num_tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    num_tokens = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     expected = num_tokens * math.log2(network.config.vocab_size) / sum(len(text.encode()) for text in texts)
     assert record["tasks"]["local_rolling"]["scores"]["bits_per_byte"]["value"] == pytest.approx(expected, rel=1e-6)
 

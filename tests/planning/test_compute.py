@@ -20,6 +20,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
@@ -51,6 +52,9 @@ CONFIGS = {
     "separate_head_dim": Qwen3Config(**SMALL, head_dim=32),
     "gpt2_biases_conv1d_learned_positions": GPT2Config(vocab_size=160, n_embd=64, n_layer=3, n_head=4),
     "experts": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "experts with biases": GptOssConfig(
+        **SMALL, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=2 * LENGTH
+    ),
     "experts_in_every_second_layer": Qwen3MoeConfig(
         **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=2
     ),

@@ -70,6 +70,8 @@ def test_active_parameters_count_selected_experts() -> None:
         ("aria_text", {}, 8.85),
         # A third of its experts return their input; published: 18.6B to 31.3B, 27B on average.
         ("longcat_flash", {}, 27.95),
+        # 120B; published: 5.13B, without the 0.58B of its token embeddings.
+        ("gpt_oss", {}, 5.71),
         ("hunyuan_v1_moe", HUNYUAN_A13B, 12.75),
     ],
 )

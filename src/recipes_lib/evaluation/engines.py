@@ -11,7 +11,7 @@ import re
 import sqlite3
 import sys
 import time
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from datetime import timedelta
@@ -26,7 +26,7 @@ from huggingface_hub import snapshot_download
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import resolve_max_length
+from lm_eval.models.utils import has_bos_prefix, resolve_max_length
 from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LogitsProcessorList
@@ -106,8 +106,13 @@ def _build_endpoint(config: EvalConfig) -> Any:
     positions, tokenizer = None, str(find_tokenizer(str(config.tokenizer_name_or_path)))
     with suppress(ConfigError):  # The folder may contain a tokenizer only.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=tokenizer))
-    options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
-    return _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
+    options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
+    # No code of the Hub: `model_revision` pins that of a model, and not of this tokenizer.
+    options["trust_remote_code"] = config.trust_remote_code and Path(str(config.tokenizer_name_or_path)).is_dir()
+    with explained("tokenizer_name_or_path", str(config.tokenizer_name_or_path)):
+        client = _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
+    _drop_suffix(client.tokenizer)
+    return client
 
 
 def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
@@ -117,6 +122,7 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
     would end the evaluation.
     """
     client_class: Any = get_model(name)
+    num_asked = Counter[int]()
 
     class PatientClient(client_class):  # type: ignore[misc]
         api_key = read_key() or ""
@@ -128,12 +134,24 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
                 time.sleep(_tell_failure(error))
                 raise
 
-        async def amodel_call(self, *args: Any, **kwargs: Any) -> Any:
+        async def amodel_call(self, *args: Any, cache_keys: Any = None, **kwargs: Any) -> Any:
+            # Windows of a whole text have no keys, only the text: lm-eval 0.4.13 fails to store their answers.
+            keys = None if cache_keys and None in cache_keys else cache_keys
             try:
-                return await super().amodel_call(*args, **kwargs)
+                return await super().amodel_call(*args, cache_keys=keys, **kwargs)
             except Exception as error:
                 await asyncio.sleep(_tell_failure(error))
                 raise
+
+        def _create_payload(self, messages: Any, *args: Any, seed: int, **kwargs: Any) -> Any:
+            # lm-eval 0.4.13 sends one seed, with which a server samples the same answer to each repeat of a prompt.
+            num_asked[key := hash(repr(messages))] += 1
+            return super()._create_payload(messages, *args, seed=seed + num_asked[key] - 1, **kwargs)
+
+        def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
+            # Overridden (lm-eval 0.4.13): it sends prompts without the start token, which Llama 3 and Gemma need.
+            adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
+            return _tokenize(self.tokenizer, string, adds=adds)
 
         def parse_logprobs(self, outputs: Any, tokens: Any = None, **kwargs: Any) -> Any:
             _verify_logprobs(_list_choices(outputs), tokens)
@@ -142,12 +160,18 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty answer,
             # and does not join the parts of a content.
-            for choice in _list_choices(outputs):
-                if "message" in choice:
-                    choice["message"]["content"] = join_parts(choice["message"].get("content"))
+            for message in (choice["message"] for choice in _list_choices(outputs) if "message" in choice):
+                message["content"] = join_parts(message.get("content"))
             return super().parse_generations(outputs, **kwargs)
 
     return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
+
+
+def _tokenize(tokenizer: Any, text: str | Sequence[str], *, adds: bool) -> Any:
+    """Return the token ids of a text or of several; ``adds``: with a start token, unless a chat template wrote it."""
+    if not isinstance(text, str):
+        return [_tokenize(tokenizer, one, adds=adds) for one in text]
+    return tokenizer(text, add_special_tokens=adds and not has_bos_prefix(text, tokenizer.bos_token))["input_ids"]
 
 
 _LAST_RESPONSE: Final = deque([""], maxlen=1)
@@ -219,7 +243,7 @@ def _explain(error: Exception) -> str:
 def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(Problem("engine", "vllm is not installed", "pip install vllm"))
-    options = _list_options(config, settings)
+    options = {**_list_options(config, settings), "seed": config.seed}
     if "base" in settings:
         options["lora_local_path"] = _find_place(config)
         saved = read_record(Path(options["lora_local_path"]) / ADAPTER_CONFIG, {"r": int})
@@ -299,7 +323,8 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         """
         given = options["pretrained"]
         with nullcontext() if isinstance(given, str) else temporarily(given, tie_weights=_leave_ties):
-            super().__init__(**options)
+            # lm-eval 0.4.13 would round log-probabilities of answers to bf16, 8 bits: -181.6 and -182.4 would be a tie.
+            super().__init__(**options, softmax_dtype=torch.float32)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
@@ -460,8 +485,10 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         def answer(requests: Sequence[Any]) -> Any:
             for request in requests:
                 _verify_room(self.lm, request.args)
+            # lm-eval 0.4.13 would also predict the start token of a whole text, from itself.
+            changes = {"add_bos_token": False} if name == "loglikelihood_rolling" else {}
             try:
-                with temporarily(self.lm, asked=requests):
+                with temporarily(self.lm, asked=requests, **changes):
                     return method(requests)
             except UserError:
                 raise

@@ -189,7 +189,7 @@ def run_tasks(model: CachedModel, tasks: dict[str, Any], config: EvalConfig, *, 
     Args:
         model: lm-eval's model, which stores its answers.
         tasks: Tasks as returned by ``load_tasks``; they can be used several times.
-        config: Few-shot seed, number of questions and templates.
+        config: Seed, number of questions and templates.
         with_errors: Compute standard errors; for some metrics by a bootstrap, which takes seconds.
 
     Raises:
@@ -201,7 +201,7 @@ def run_tasks(model: CachedModel, tasks: dict[str, Any], config: EvalConfig, *, 
     # The default seeds of ``lm_eval run``.
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002 - the global state, from which lm-eval's tasks sample
-    torch.manual_seed(1234)
+    torch.manual_seed(config.seed)  # From which answers are sampled; 1234 by default, as there.
     try:
         return evaluate(
             model,

@@ -175,14 +175,14 @@ def build_on_meta(config: PretrainedConfig) -> Any:
     return model
 
 
-def _list_inner(model: Any) -> list[nn.Parameter]:
-    """Return the parameters of the text layers and the final norm."""
+def _list_inner(model: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the text layers and the final norm, with their names in their modules."""
     head = model.get_output_embeddings()
     inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
-    return [one for module in inner for one in module.parameters(recurse=False) if one.requires_grad]
+    return [named for module in inner for named in module.named_parameters(recurse=False) if named[1].requires_grad]
 
 
-def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
+def _count_active_weights(parameters: Sequence[tuple[str, nn.Parameter]], config: Any) -> float:
     """Return the number of weights that multiply a token: matrices, of routed experts those of the selected ones.
 
     Raises:
@@ -199,7 +199,8 @@ def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> fl
     # HunYuan lists a number for each layer.
     per_token = chosen if isinstance(chosen, int) else sum(chosen) / len(chosen)
     number = 0.0
-    for parameter in (parameter for parameter in parameters if parameter.ndim > 1):
+    # Biases of experts (GPT-OSS) are matrices too, with a row for each expert.
+    for parameter in (one for name, one in parameters if one.ndim > 1 and not name.endswith("bias")):
         is_routed = parameter.ndim == 3 and len(parameter) in (num_experts, with_zeros)
         number += parameter[0].numel() * per_token * num_experts / with_zeros if is_routed else parameter.numel()
     return number
@@ -283,7 +284,7 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
     """
     model = build_on_meta(config)
     inner = _list_inner(model)
-    text, alone = sum(one.numel() for one in model.parameters() if one.requires_grad), set(inner)
+    text, alone = sum(one.numel() for one in model.parameters() if one.requires_grad), {one for _, one in inner}
     matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
     met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))
     return ModelSize(model.num_parameters(), sum(parameter.numel() for parameter in alone), text - (matrices - met))

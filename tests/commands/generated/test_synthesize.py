@@ -284,6 +284,7 @@ def test_vllm_engine_loads_checkpoint(synthesize, folder: Path, tiny_model_dir: 
         ({"method": "nothing"}, "there is no method 'nothing'"),
         ({"method": "textbook"}, "has no `text`"),
         ({"min_words": 500}, "no row is left; removed: too short 8; the first: "),
+        ({"max_total_tokens": 50}, "max_cost or max_total_tokens has no room for the first batch, of 16 rows"),
         ({"dataset_columns": "{prompt: question}"}, "there is no column `question`"),
         ({"judge": "http://127.0.0.1:9/v1"}, "NAME"),
         ({"judge": "owner/no-such-reward-model"}, "owner/no-such-reward-model"),

@@ -272,7 +272,11 @@ class Limits:
 def _write_replies(
     method: Method, writer: Answerer, rows: Sequence[SourceRow], total: int, limits: Limits, progress: TrainingProgress
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the replies for each row, batch by batch, until a limit is reached."""
+    """Yield the replies for each row, batch by batch, until a limit is reached.
+
+    Raises:
+        ConfigError: It leaves no room for any row, or the endpoint fails.
+    """
     counts, size = limits.counts, method.config.batch_size
     starts = range(counts.num_candidates, total, size)
     for start in progress.track(starts, f"write {method.config.method}", len(starts)):
@@ -280,6 +284,10 @@ def _write_replies(
             written = _write_batch(method, writer, rows, range(start, min(start + size, total)), limits)
         except SpentError:
             yield []  # Records the tokens of earlier steps of this batch.
+            if not counts.num_candidates:
+                found = f"max_cost or max_total_tokens has no room for the first batch, of {size} rows"
+                remedy = "raise it, or lower batch_size or max_new_tokens"
+                raise ConfigError(Problem(method.config.output_dir, found, remedy)) from None
             return
         except UnansweredError as error:
             counts.add_tokens(error.replies)
