@@ -50,9 +50,15 @@ def load_tokenizer(tiny_tokenizer: Any) -> Any:
     return load
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode in this process unless a test names a number of workers: forking this process takes longer."""
+    monkeypatch.setattr(workers, "MAX_DEFAULT", 1)
+
+
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of rows that each call of an encoder tokenises; without worker processes, in which none is counted."""
+    """Number of rows that each call of an encoder tokenises."""
     counts: list[int] = []
     tokenize = RowEncoder._tokenize
 
@@ -61,7 +67,6 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tokenize(self, drafts)
 
     monkeypatch.setattr(RowEncoder, "_tokenize", count)
-    monkeypatch.setattr(workers, "MAX_DEFAULT", 1)
     return counts
 
 

@@ -17,6 +17,11 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 PROBLEMS = Problem("a.jsonl:3", "broken", "mend it"), Problem("a.jsonl:4", "too")
 
 
+@pytest.fixture
+def one_process():
+    """No patch: the default number of workers is that of users."""
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 5, None])
 @pytest.mark.parametrize("num_items", [0, 1, MIN_ITEMS - 1, MIN_ITEMS, MIN_ITEMS + 1, 23])
 def test_results_are_in_order(num_items, num_workers):
