@@ -139,22 +139,8 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
 
 
-@pytest.fixture(scope="module")
-def plan_once():
-    """``plan_memory``, which takes most of the time of a check, with the result of the first call for all calls."""
-    plans = []
-
-    def plan(*args, **keys):
-        if not plans:
-            plans.append(plan_memory(*args, **keys))
-        return plans[0]
-
-    return plan
-
-
 @pytest.fixture
-def check_ppo(run_check, plan_once, monkeypatch):
-    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", plan_once)
+def check_ppo(run_check):
     keys = {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "per_device_train_batch_size": 2}
     return lambda rows=ROWS, **more: run_check("ppo", rows, **{**keys, "response_length": 32, **more})
 
