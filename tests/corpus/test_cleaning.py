@@ -130,7 +130,9 @@ def test_rerun_is_a_no_op_and_repairs_a_damaged_corpus(planted):
 def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
-    monkeypatch.setattr(cleaning, "open_inputs", lambda config: [inputs._open(entry, 9000) for entry in config.sources])
+    monkeypatch.setattr(
+        cleaning, "open_inputs", lambda config: [inputs._open(entry, 25_000) for entry in config.sources]
+    )
     cut = make_corpus(config)
     assert len(cut["shards"]) > 3
     texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import rows as rows_module
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.data import workers
@@ -75,9 +75,7 @@ def write_rows(tmp_path: Path) -> WriteRows:
     """Write rows, by default 40 chats, as JSON Lines, and return the file."""
 
     def write(name: str = "train.jsonl", rows: Sequence[Mapping[str, Any]] | None = None) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in (_make_chats(40) if rows is None else rows)))
-        return path
+        return rows_module.write_rows(tmp_path / name, _make_chats(40) if rows is None else rows, ensure_ascii=True)
 
     return write
 

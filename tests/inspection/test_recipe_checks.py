@@ -119,15 +119,13 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
 ) -> None:
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
     weights = load_file(model / "model.safetensors")
-    norm = weights.pop("model.norm.weight")
+    del weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     keys = {"teacher_model_name_or_path": tiny_model_dir} if recipe == "distill" else {}
     problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
     assert [key in problem.where for problem in problems] == [True], output
     assert f"the checkpoint of {model} lacks model.norm.weight" in problems[0].found
     assert "steps and learning rate" in output
-    save_file({**weights, "model.norm.weight": norm}, model / "model.safetensors", metadata={"format": "pt"})
-    assert run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")[0] == []
     (problem,) = run_check(recipe, rows, **keys | {key: "runs/absent"}, pad_token="<|pad|>")[0]
     assert key in problem.where.split("--")
     (model / "model.safetensors").write_bytes(b"")
