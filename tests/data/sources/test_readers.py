@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import readers
@@ -63,6 +63,7 @@ def test_json_array_rows_equal_elements(rows, indent, ascii_only, mark) -> None:
 
 @settings(max_examples=40)
 @given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n \n"]), mark=st.booleans(), may_be_document=st.booleans())
+@example(rows=[{"text": "é\u2028\x85\x0b"}] * 2, end="\n", mark=False, may_be_document=True)
 def test_json_lines_rows_equal_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
     content = text.encode("utf-8-sig" if mark else "utf-8")
