@@ -43,7 +43,7 @@ def test_second_prepare_imports_no_torch(argv, recipes):
 def test_preview_shows_rows_and_writes_escaped_html(argv, tmp_path, recipes):
     page = tmp_path / "rows.html"
     output = recipes("preview", *argv, "--rows", "2", "--html", page)
-    assert "chats.jsonl:2" in output
+    assert re.findall(r"chats.jsonl:\d", output) == ["chats.jsonl:1", "chats.jsonl:2"]
     assert output.endswith(f"written to {page}\n")
     assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
 

@@ -120,7 +120,7 @@ class Recipe:
     published: Published
 
 
-@pytest.fixture(params=PUBLISHED)
+@pytest.fixture(scope="module", params=PUBLISHED)
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     path = CONFIGS / f"{request.param}.yaml"
     head = path.read_text(encoding="utf-8").split("\n\n")[0]

@@ -9,7 +9,7 @@ import pytest
 
 from recipes_lib.config import rules
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import WEIGHTS, LayersConfig
+from recipes_lib.config.schema import WEIGHTS
 from recipes_lib.config.table import RECIPE_NAMES, load_table, read_lists
 from recipes_lib.errors import ConfigError
 
@@ -345,10 +345,6 @@ def test_compatible_keys_are_accepted(problems_of, recipe: str, lines: str) -> N
     assert not problems_of(f"{lines}\n", recipe=recipe)
 
 
-def test_hidden_state_losses_are_off_by_default() -> None:
-    assert not any(getattr(LayersConfig(), key) for key in WEIGHTS)
-
-
 @pytest.mark.parametrize(
     ("recipe", "lines", "found"),
     [
@@ -519,11 +515,6 @@ def test_conflicts_and_decisions_name_keys_and_values(row) -> None:
         assert schemas
         for value in values:
             assert value is None or any(value in schema.get("enum", [value]) for schema in schemas), value
-
-
-def test_scalar_loss_type_becomes_a_list(write) -> None:
-    path = write("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\nloss_type: ipo\n")
-    assert load_config("dpo", ["--config", str(path)]).training["loss_type"] == ["ipo"]
 
 
 def test_streaming_reports_all_incompatible_keys(problems_of) -> None:

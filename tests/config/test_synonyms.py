@@ -20,9 +20,9 @@ def test_synonyms_map_to_keys_and_are_not_keys() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("name", ["lr", "batch_size", "epochs", "peft_config", "seq_len", "pref_beta", "group_size"])
-def test_synonym_suggests_key_of_the_recipe(problems_of, recipe: str, name: str) -> None:
-    (problem,) = problems_of(flags=[f"--{name}", "1"], recipe=recipe)
-    key, keys = SYNONYMS[name], load_table(recipe).keys
-    assert (f"did you mean `{key}`?" in problem.remedy) is (key in keys)
-    assert key in keys or f"`{key}`" in problem.remedy
+def test_synonym_suggests_key_of_the_recipe(problems_of, recipe: str) -> None:
+    for name in ("lr", "batch_size", "epochs", "peft_config", "seq_len", "pref_beta", "group_size"):
+        (problem,) = problems_of(flags=[f"--{name}", "1"], recipe=recipe)
+        key, keys = SYNONYMS[name], load_table(recipe).keys
+        assert (f"did you mean `{key}`?" in problem.remedy) is (key in keys), name
+        assert key in keys or f"`{key}`" in problem.remedy, name

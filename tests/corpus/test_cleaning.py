@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -16,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
-from tests.forked import ROOT
+from tests.faults.moments import EventCounter, kill_self
+from tests.forked import ROOT, limit_forked
 
 from recipes_lib import environment
-from recipes_lib.commands.clean import describe
+from recipes_lib.commands.clean import describe, main
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.corpus import cleaning, inputs
@@ -130,7 +130,9 @@ def test_rerun_is_a_no_op_and_repairs_a_damaged_corpus(planted):
 def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
-    monkeypatch.setattr(cleaning, "open_inputs", lambda config: [inputs._open(entry, 9000) for entry in config.sources])
+    monkeypatch.setattr(
+        cleaning, "open_inputs", lambda config: [inputs._open(entry, 25_000) for entry in config.sources]
+    )
     cut = make_corpus(config)
     assert len(cut["shards"]) > 3
     texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]
@@ -140,27 +142,23 @@ def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeyp
     ]
 
 
-COMMAND = (
-    "import os, signal, sys\n"
-    "left = int(sys.argv[1])\n"
-    "def count(event, _):\n"
-    "    global left\n"
-    "    if event in ('open', 'os.rename', 'os.link', 'os.mkdir', 'os.rmdir', 'shutil.rmtree'):\n"
-    "        left -= 1\n"
-    "        if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
-    "from recipes_lib.commands.clean import main\n"
-    "import recipes_lib.corpus.cleaning\n"
-    "sys.addaudithook(count)\n"
-    "main(sys.argv[2:])\n"
-    "print('left', left)\n"
-)
+FILE_EVENTS = {"open", "os.rename", "os.link", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
 
-def kill_after(folder, num_events):
-    """Run `recipes clean` and kill it at its ``num_events``-th file operation."""
-    arguments = [str(num_events), "--config", str(folder / "c.yaml"), "--output_dir", str(folder / "killed")]
-    # Not forked from a process with torch: the command does not import it and starts in a second.
-    return subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, check=False)
+def kill_after(folder, number):
+    """Run `recipes clean` in a forked process and kill it at its file operation ``number``; return their number."""
+    events = EventCounter(number, kill_self)
+
+    def count_and_run():
+        limit_forked()
+        sys.addaudithook(lambda event, _: event in FILE_EVENTS and events.count_event())
+        main(["--config", str(folder / "c.yaml"), "--output_dir", str(folder / "killed")])
+
+    process = get_context("fork").Process(target=count_and_run)
+    process.start()
+    process.join()
+    assert process.exitcode == (-signal.SIGKILL if events.has_acted else 0)
+    return events.count
 
 
 @pytest.mark.parametrize(
@@ -174,12 +172,12 @@ def test_rerun_after_kills_is_byte_identical(planted, num_kills, seed):
     )
     shutil.rmtree(folder / "killed", ignore_errors=True)
     random_ = random.Random(seed)
-    num_events = 10**9 - int(kill_after(folder, 10**9).stdout.rsplit("left", 1)[1])
+    num_events = kill_after(folder, 0)
     assert num_events > 100
     shutil.rmtree(folder / "killed")
     for _ in range(num_kills):
-        assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
-    assert kill_after(folder, 10**9).returncode == 0
+        kill_after(folder, random_.randrange(1, num_events))
+    kill_after(folder, 0)
     found = json.loads((folder / "killed" / "corpus.json").read_text())
     assert_same_corpus(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()

@@ -123,7 +123,7 @@ def test_peak_memory_matches_estimate(tmp_path, monkeypatch, num_slices, across)
 
 def test_hashes_of_a_task_take_the_memory_of_their_arrays(tmp_path):
     """Not of an object for each document: 64 MB of short ones are a million."""
-    hashes, num = Hashes(CONFIG), 2000
+    hashes, num = Hashes(CONFIG), 700
     hashes.add("the first document builds the tables of characters")
     tracemalloc.start()
     try:

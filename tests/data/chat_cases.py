@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.chat_messages import TEMPLATE_DATE
 from recipes_lib.config.schema import LossOn
+from recipes_lib.data import windows
+from recipes_lib.data.chat import encoder
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
@@ -65,6 +67,13 @@ def runs(mask: npt.ArrayLike) -> list[tuple[int, int]]:
 def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
     """Return the decoded text of each run of trained tokens."""
     return [tokenizer.decode(row.input_ids[start:end]) for start, end in runs(row.loss_mask)]
+
+
+def shrink_windows(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Tokenise texts longer than ``size`` characters in windows."""
+    for module in (encoder, windows):
+        monkeypatch.setattr(module, "WINDOW", size)
+    monkeypatch.setattr(windows, "_OVERLAP", size // 4)
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import rows as rows_module
 
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.data import workers
@@ -50,9 +50,15 @@ def load_tokenizer(tiny_tokenizer: Any) -> Any:
     return load
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode in this process unless a test names a number of workers: forking this process takes longer."""
+    monkeypatch.setattr(workers, "MAX_DEFAULT", 1)
+
+
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of rows that each call of an encoder tokenises; without worker processes, in which none is counted."""
+    """Number of rows that each call of an encoder tokenises."""
     counts: list[int] = []
     tokenize = RowEncoder._tokenize
 
@@ -61,7 +67,6 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tokenize(self, drafts)
 
     monkeypatch.setattr(RowEncoder, "_tokenize", count)
-    monkeypatch.setattr(workers, "MAX_DEFAULT", 1)
     return counts
 
 
@@ -70,9 +75,7 @@ def write_rows(tmp_path: Path) -> WriteRows:
     """Write rows, by default 40 chats, as JSON Lines, and return the file."""
 
     def write(name: str = "train.jsonl", rows: Sequence[Mapping[str, Any]] | None = None) -> Path:
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in (_make_chats(40) if rows is None else rows)))
-        return path
+        return rows_module.write_rows(tmp_path / name, _make_chats(40) if rows is None else rows, ensure_ascii=True)
 
     return write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from collections.abc import Sequence
@@ -134,10 +133,6 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "cut arrow": ("d.arrow", ARROW[:-200], "", "not a whole Arrow file"),
     "arrow that is json": ("d.arrow", GOOD * 10, "", "not a whole Arrow file"),
     "empty arrow file": ("d.arrow", b"", "", "not a whole Arrow file"),
-    "cut gzip": ("d.jsonl.gz", gzip.compress(GOOD * 1000)[:-20], "", "not a whole .gz file"),
-    "gzip that is none": ("d.jsonl.gz", GOOD, "", "not a whole .gz file"),
-    "zstandard that is none": ("d.jsonl.zst", GOOD, "", "not a whole .zst file"),
-    "unknown suffix": ("d.docx", b"PK", "", "unknown kind of file `.docx`"),
     "no suffix": ("d", GOOD, "", "unknown kind of file"),
     "empty object": ("d.jsonl", b"{}\n", ":1", "none with a value"),
     "mixed layouts": ("d.jsonl", GOOD + line(chat(user(), assistant())), ":2", "`text` is missing"),
@@ -162,7 +157,6 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "prompt without an answer": ({"prompt": "a", "n": 1}, "chosen + rejected; in RL also prompt"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
     "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "each of `solution`, `response` may be"),
-    "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),
     "message as a string": (chat("Hi"), "messages[0] is a string"),
     "unknown role": (chat(user(), {"role": "robot", "content": "a"}), "unknown role 'robot'"),
     "no role": (chat({"content": "a"}), "messages[0] has no role"),
@@ -264,15 +258,15 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
 # Rows whose last column says whether their answer is good.
 JUDGED: dict[str, dict[str, object]] = {
     "response": {"prompt": "a", "response": "b", "label": True},
-    "completion": {"prompt": "a", "completion": "b", "label": True},
+    "completion": {"prompt": "a", "completion": "b", "label": "false"},
     "chat": {**HI, "kto_tag": False},
     "chat, LLaMA-Factory's KTO demo": {**HI, "label": True},
-    "answer": {"question": "a", "answer": "b", "is_correct": False},
+    "answer": {"Question": "a", "Answer": "b", "Is_Correct": False},
     "trajectory, SWE-smith": {**HI, "resolved": 0},
     "trajectory without reward": {**HI, "reward": 0.0},
     "safety, BeaverTails": {"prompt": "a", "response": "b", "is_safe": False},
 }
-ROWS |= {f"judged {name}": (row, f"`{[*row][-1]}` says which answers are good") for name, row in JUDGED.items()}
+ROWS |= {f"judged {name}": (row, f"`{[*row][-1].lower()}` says which answers are good") for name, row in JUDGED.items()}
 FILES |= {kind: ("d.jsonl", line(row), ":1", words) for kind, (row, words) in ROWS.items()}
 
 

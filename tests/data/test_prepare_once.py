@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.forked import run_python
 from tests.rows import read_files
 
 from recipes_lib.commands import prepare as command
@@ -24,29 +24,27 @@ from recipes_lib.errors import DataError
 PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens, "grpo": prepare_prompts}
 
 
-@pytest.fixture(params=PREPARES)
-def build(request, build_config, write_rows, make_chats):
-    """Build a configuration of each recipe, with held-out rows."""
+@pytest.fixture
+def build_of(build_config, write_rows, make_chats):
+    """Return a function that builds configurations of a recipe, with held-out rows."""
     rows = {
         "sft": make_chats(40),
         "dpo": [{"prompt": f"{n} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)],
         "pretrain": [{"text": f"Text {number} of the baker"} for number in range(40)],
         "grpo": make_chats(40),
     }
-    path = write_rows(rows=rows[request.param])
 
-    def run(**options):
-        return build_config(
-            recipe=request.param,
-            dataset_name=str(path),
-            test_split_size=0.2,
-            max_length=64,
-            seed=3,
-            response_length=8,
-            **options,
-        )
+    def build(recipe, **options):
+        keys = {"test_split_size": 0.2, "max_length": 64, "seed": 3, "response_length": 8, **options}
+        return build_config(recipe=recipe, dataset_name=str(write_rows(f"{recipe}.jsonl", rows[recipe])), **keys)
 
-    return run
+    return build
+
+
+@pytest.fixture(params=PREPARES)
+def build(request, build_of):
+    """Build configurations of each recipe."""
+    return partial(build_of, request.param)
 
 
 def make(config, load, local_rank=0):
@@ -87,34 +85,34 @@ def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp
     assert load_tokenizer.calls == 1
 
 
-def test_existing_set_is_found_without_heavy_imports(build, load_tokenizer):
-    config = build()
-    make(config, load_tokenizer)
-    function = PREPARES[config.recipe]
-    program = f"""
-import json, sys
+def test_existing_sets_are_found_without_heavy_imports(build_of, load_tokenizer):
+    configs = [build_of(recipe) for recipe in PREPARES]
+    for config in configs:
+        make(config, load_tokenizer)
+    program = """
+import importlib, json, sys
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from {function.__module__} import {function.__name__} as prepare, render_summary
-values = json.loads(sys.argv[1])
-sections = {{name: section(**values[name]) for name, section in SECTIONS.items()}}
-config = RecipeConfig(recipe=values["recipe"], path=None, training=values["training"], **sections)
-prepared = prepare(config, None)
-assert not prepared.is_new
-render_summary(prepared)
+for module, function, values in json.loads(sys.argv[1]):
+    module = importlib.import_module(module)
+    sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
+    config = RecipeConfig(recipe=values["recipe"], path=None, training=values["training"], **sections)
+    prepared = getattr(module, function)(config, None)
+    assert not prepared.is_new
+    module.render_summary(prepared)
 print(json.dumps(sorted(sys.modules)))
 """
-    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
+    functions = [(PREPARES[config.recipe], dataclasses.asdict(config)) for config in configs]
+    found = run_python(program, json.dumps([(each.__module__, each.__name__, values) for each, values in functions]))
+    assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(found))
 
 
 def test_prepared_set_bytes_are_independent_of_location_and_workers(build, load_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 3)
-    roots = [tmp_path / name for name in ("one", "two", "three")]
-    for number, root in enumerate(roots, start=1):
+    roots = {1: tmp_path / "one", 3: tmp_path / "three"}
+    for number, root in roots.items():
         make(build(prepared_dir=str(root), dataset_num_proc=number), load_tokenizer)
-    one, *others = map(read_files, roots)
-    assert others == [one, one]
+    one, three = map(read_files, roots.values())
+    assert one == three
     assert [Path(name).name for name in one].count("COMPLETE.json") == 1
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -160,13 +159,6 @@ def test_changed_bytes_are_detected_with_check_bytes(tmp_path, check_bytes):
     assert (read_files(again.path) == before) == check_bytes
 
 
-def test_first_published_set_is_kept(tmp_path):
-    first = write(tmp_path)
-    before = read_files(first.path)
-    write(tmp_path, train=table(7, 3))
-    assert read_files(first.path) == before
-
-
 def test_set_published_during_rename_is_kept(tmp_path, monkeypatch):
     write(tmp_path / "other")
     replace = os.replace
@@ -248,24 +240,6 @@ def test_root_that_cannot_be_opened_has_remedy(tmp_path):
     # For the superuser, a name that no file system takes stands for a folder that may not be searched.
     with pytest.raises(DataError, match="set prepared_dir to another folder"):
         store.find_set(tmp_path / ("a" * 300), KEY)
-
-
-def test_lock_waiter_continues_after_release(tmp_path):
-    events: list[str] = []
-
-    def follow() -> None:
-        with store.hold_lock(tmp_path, KEY):
-            events.append("second")
-
-    follower = threading.Thread(target=follow)
-    lock = store._lock_path(tmp_path, KEY)
-    with store.hold_lock(tmp_path, KEY):
-        assert is_locked(lock)
-        follower.start()
-        events.append("first")
-    follower.join()
-    assert events == ["first", "second"]
-    assert is_locked(lock) is False
 
 
 def test_locks_of_different_keys_are_independent(tmp_path):

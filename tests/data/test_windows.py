@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 from tests import tiny
-from tests.data.chat_cases import answer, chat, plain, refusal, source, text_row, user
+from tests.data.chat_cases import answer, chat, plain, refusal, shrink_windows, source, text_row, user
 from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from recipes_lib.data import windows
-from recipes_lib.data.chat import encoder
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.windows import encode_in_windows
 from recipes_lib.models.vocabulary import train_tokenizer
@@ -105,8 +103,7 @@ def _build(name: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_tokens_in_windows_are_those_of_the_whole_text(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW", 512)
-    monkeypatch.setattr(windows, "_OVERLAP", 128)
+    shrink_windows(monkeypatch, 512)
     tokenizer, rng = _build(name), random.Random(kind)
     text = ""
     while len(text) < 3000:
@@ -139,9 +136,7 @@ ROWS = [
 def test_long_rows_have_the_loss_mask_of_the_whole_text(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row_encoder = RowEncoder(build(source("chatml")))
     whole = row_encoder.encode(ROWS)
-    for module in (encoder, windows):
-        monkeypatch.setattr(module, "WINDOW", 128)
-    monkeypatch.setattr(windows, "_OVERLAP", 64)
+    shrink_windows(monkeypatch, 128)
     for row, expected in zip(row_encoder.encode(ROWS), whole, strict=True):
         assert row.input_ids.tolist() == expected.input_ids.tolist()
         assert row.loss_mask.tolist() == expected.loss_mask.tolist()

@@ -13,9 +13,30 @@ from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import Problem
+from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory_plan import MemoryPlan
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import plan_launch
+
+
+@pytest.fixture(scope="session")
+def plan_once() -> Callable[..., MemoryPlan]:
+    """``plan_memory``, which takes most of the time of a check, with the plan of a recipe's first call."""
+    plans: dict[str, MemoryPlan] = {}
+
+    def plan(config: RecipeConfig, *args: Any, **keys: Any) -> MemoryPlan:
+        if config.recipe not in plans:
+            plans[config.recipe] = plan_memory(config, *args, **keys)
+        return plans[config.recipe]
+
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def _memory(plan_once: Callable[..., MemoryPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", plan_once)
 
 
 @pytest.fixture

@@ -119,15 +119,13 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
 ) -> None:
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
     weights = load_file(model / "model.safetensors")
-    norm = weights.pop("model.norm.weight")
+    del weights["model.norm.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     keys = {"teacher_model_name_or_path": tiny_model_dir} if recipe == "distill" else {}
     problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
     assert [key in problem.where for problem in problems] == [True], output
     assert f"the checkpoint of {model} lacks model.norm.weight" in problems[0].found
     assert "steps and learning rate" in output
-    save_file({**weights, "model.norm.weight": norm}, model / "model.safetensors", metadata={"format": "pt"})
-    assert run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")[0] == []
     (problem,) = run_check(recipe, rows, **keys | {key: "runs/absent"}, pad_token="<|pad|>")[0]
     assert key in problem.where.split("--")
     (model / "model.safetensors").write_bytes(b"")
@@ -139,22 +137,8 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
 
 
-@pytest.fixture(scope="module")
-def plan_once():
-    """``plan_memory``, which takes most of the time of a check, with the result of the first call for all calls."""
-    plans = []
-
-    def plan(*args, **keys):
-        if not plans:
-            plans.append(plan_memory(*args, **keys))
-        return plans[0]
-
-    return plan
-
-
 @pytest.fixture
-def check_ppo(run_check, plan_once, monkeypatch):
-    monkeypatch.setattr("recipes_lib.planning.memory.plan_memory", plan_once)
+def check_ppo(run_check):
     keys = {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "per_device_train_batch_size": 2}
     return lambda rows=ROWS, **more: run_check("ppo", rows, **{**keys, "response_length": 32, **more})
 

@@ -1,4 +1,4 @@
-"""The loss mask with every chat template of the installed TRL, against literals and TRL's training templates."""
+"""Text and loss mask with every chat template of the installed TRL, against transformers, literals and TRL's masks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.chat.templates import TemplateError
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
@@ -133,6 +134,39 @@ def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
     encoder, tokenizer = build(name)
     (encoded,) = encoder.encode([row(name, shape)])
     return tokenizer, encoded
+
+
+RENDERED = [
+    [user("hi"), answer("hello", thinking="why")],
+    [
+        {"role": "system", "content": "be"},
+        user("hi"),
+        answer(" hello ", reasoning="r"),
+        user("x"),
+        answer("<think>y</think>z"),
+    ],
+    [user("w?"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "sunny", "name": None}, answer("ok")],
+    [user([{"type": "text", "text": "hi"}]), answer([{"type": "text", "text": "hello"}])],
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rendered_text_agrees_with_apply_chat_template(name: str) -> None:
+    encoder, tokenizer = build(name)
+    # Compiled once for all tests of it, which takes most of their time.
+    template, rendered = encoder._finder(row(name, "one turn"))._template, 0
+    for messages in RENDERED:
+        for tools, prompt in [(None, False), (TOOLS, False), (None, True)]:
+            options = {"tools": tools, "add_generation_prompt": prompt}
+            try:
+                reference = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            except Exception:
+                with pytest.raises(TemplateError):
+                    template.render(messages, **options)
+                continue
+            assert template.render(messages, **options).text == reference
+            rendered += 1
+    assert rendered
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

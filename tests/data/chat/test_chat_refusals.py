@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.data.chat_cases import (
-    CHATML_ENDS,
-    answer,
-    chat,
-    plain,
-    refusal,
-    source,
-    spans,
-    text_row,
-    user,
-)
+from tests.data.chat_cases import CHATML_ENDS, answer, chat, plain, refusal, source, spans, text_row, user
 from tests.data.templates.tokenizers import build_byte_level, build_lossy, build_metaspace, wrap
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
@@ -38,11 +28,7 @@ HI = chat(user("hi"), answer("Paris"))
     ("template", "row", "found"),
     [
         (source("spaced_prompt"), HI, ["one token holds ' '", "let the template end its prompt"]),
-        (
-            source("leaking"),
-            chat(user("why"), answer("so")),
-            ["writes message 0 into the text of an assistant turn"],
-        ),
+        (source("leaking"), chat(user("why"), answer("so")), ["writes message 0 into the text of an assistant turn"]),
         (
             CHATML.replace("message['content']", "(message['content'] if message.role == 'user' else '')"),
             HI,

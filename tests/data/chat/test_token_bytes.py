@@ -129,15 +129,6 @@ def test_only_lossless_tokenizers_have_token_bytes(tiny_tokenizer_dir: Path) -> 
     assert not ByteEnds.suits(METASPACE)
 
 
-def test_split_character_is_shared_by_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = tiny_tokenizer.encode("🦊", add_special_tokens=False)
-    lengths = compute_token_byte_lengths(tiny_tokenizer)
-
-    assert len(ids) > 1
-    assert lengths is not None
-    assert int(lengths[ids].sum()) == 4
-
-
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), None])
 def test_lossy_tokenizer_has_no_lengths(decoder: object) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))

@@ -64,15 +64,6 @@ def test_batch_places_tokens_documents_and_targets(packs):
         assert batch["labels"][at].tolist() == [*labels, *[IGNORE_INDEX] * padding]
 
 
-def test_target_equal_to_pad_id_is_kept():
-    rows = [
-        {"input_ids": [5, PAD], "loss_mask": [False, True], "seq_lengths": [2]},
-        {"input_ids": [5, 6, 7], "loss_mask": [False, True, True], "seq_lengths": [3]},
-    ]
-    labels = PackedCollator(pad_token_id=PAD)(rows)["labels"]
-    assert labels.tolist() == [[IGNORE_INDEX, PAD, IGNORE_INDEX], [IGNORE_INDEX, 6, 7]]
-
-
 @settings(max_examples=40)
 @given(packs)
 def test_flat_layout_agrees_with_transformers(packs):

@@ -23,7 +23,7 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import build_examples, concatenate_examples
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import BrokenRows, EncodedRow, Remark, Row, find_remarked
-from recipes_lib.data.sources.splits import compute_row_digest, count_duplicates
+from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.errors import DataError, Problem
 
 
@@ -86,15 +86,6 @@ def test_remarks_stay_with_their_rows(
     assert taken.find_places([1]) == {1: f"{path}:17"}
 
 
-def test_reading_and_masking_problems_are_raised_together(build_config, write_rows, make_chats, encode, tiny_tokenizer):
-    rows = make_chats(10)
-    rows[2]["messages"][1]["content"] = "half a \ud800 pair"
-    rows[6]["messages"] = []
-    path = write_rows(rows=rows)
-    _, problems, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
-    assert [problem.where for problem in problems] == [f"{path}:3", f"{path}:7"] or len(problems) == 2
-
-
 def test_find_places_returns_row_locations(build_config, encode, tiny_tokenizer):
     config = build_config()
     encoded, _, _ = encode(config, tiny_tokenizer)
@@ -103,12 +94,6 @@ def test_find_places_returns_row_locations(build_config, encode, tiny_tokenizer)
     assert taken.find_places([0, 2]) == {0: f"{name}:31", 2: f"{name}:10"}
     assert taken.digests.tolist() == [encoded.digests[at] for at in (30, 4, 9)]
     assert taken.mixture.name == name
-
-
-def test_duplicates_are_rows_of_equal_content(build_config, write_rows, make_chats, encode, tiny_tokenizer):
-    path = write_rows(rows=make_chats(5) + make_chats(3))
-    encoded, _, _ = encode(build_config(dataset_name=str(path)), tiny_tokenizer)
-    assert count_duplicates(encoded.digests) == 3
 
 
 def test_row_without_tokens_is_refused():

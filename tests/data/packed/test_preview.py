@@ -103,24 +103,6 @@ def show(build_config, tiny_tokenizer, tmp_path, monkeypatch):
     return run
 
 
-def test_preview_prints_first_rows_and_writes_page(show, build_config, tiny_tokenizer, capsys, tmp_path):
-    page = tmp_path / "page.html"
-    show("--rows", "2", "--html", str(page))
-    out = "".join(capsys.readouterr().out.split())
-    expected = build_preview(build_config(), tiny_tokenizer, 2)
-    assert len(expected) == 2
-    for row in expected:
-        assert "".join(row.title.split()) in out
-        assert html.escape(row.title) in page.read_text()
-    assert "train.jsonl:3" not in out
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_preview_of_no_rows_is_refused(show, count):
-    with pytest.raises(ConfigError, match=f"--rows: is {count}"):
-        show(f"--rows={count}")
-
-
 def test_preview_page_creates_folder_or_reports_path(show, tmp_path):
     show("--html", str(tmp_path / "new" / "folder" / "page.html"))
     assert (tmp_path / "new" / "folder" / "page.html").read_text().startswith("<!doctype html>")

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, load_training_data, read_eval_packs
 from recipes_lib.errors import DataError
 
@@ -45,15 +44,6 @@ def test_stream_yields_every_row_once_in_window_order(config, tiny_tokenizer):
     ids = row_ids(build_train_stream(config, tiny_tokenizer))
     assert sorted(ids) == list(range(40))
     assert [number // ROWS_PER_WINDOW for number in ids] == sorted(number // ROWS_PER_WINDOW for number in range(40))
-
-
-def test_single_window_equals_prepared_set(build_config, tiny_tokenizer, monkeypatch):
-    for module in (encoding, streaming):
-        monkeypatch.setattr(module, "ROWS_PER_CHUNK", 1000)
-    prepared = prepare(build_config(max_length=128), lambda config: tiny_tokenizer)
-    stream = build_train_stream(build_config(max_length=128, dataset_streaming=True), tiny_tokenizer)
-    assert sorted(map(str, listed(stream))) == sorted(map(str, listed(prepared.train)))
-    assert listed(stream) != listed(prepared.train), "the window is not shuffled"
 
 
 def test_stream_order_depends_only_on_seed_and_epoch(build_config, tiny_tokenizer):

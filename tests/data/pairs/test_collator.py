@@ -105,24 +105,6 @@ def test_batch_has_documented_shapes_and_dtypes(sizes, layout):
 
 @settings(max_examples=40)
 @given(sizes)
-def test_every_position_belongs_to_one_pair_or_padding(sizes):
-    rows = rows_of(sizes)
-    batch = collate(rows)
-    pair_ids, branch_ids = batch["pair_ids"], batch["branch_ids"]
-    for number, row in enumerate(rows):
-        for branch, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids")):
-            is_part = (pair_ids == number) & (branch_ids == branch)
-            assert batch["input_ids"][is_part].tolist() == row[name].tolist()
-            assert len(set(is_part.nonzero()[:, 0].tolist())) == 1
-    padding = pair_ids == -1
-    assert torch.equal(padding, branch_ids == -1)
-    assert (batch["input_ids"][padding] == PAD).all()
-    assert (batch["position_ids"][padding] == 0).all()
-    assert int((~padding).sum()) == batch["num_tokens"]
-
-
-@settings(max_examples=40)
-@given(sizes)
 def test_flat_layout_has_document_boundaries(sizes):
     batch = collate(rows_of(sizes), "flat")
     lengths = [prompt + answer for prompt, *answers in sizes for answer in answers]

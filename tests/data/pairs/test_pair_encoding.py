@@ -67,14 +67,6 @@ def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, reje
         assert tokenizer.decode(ids[:-1]).strip() == content
 
 
-def test_pairs_of_a_chunk_have_the_tokens_of_each_alone() -> None:
-    encoder, _ = build("chatml")
-    rows = [pair_of(answer(chosen), answer(rejected)) for chosen, rejected in ("ab", "cd", "ef", "gh")]
-    for row, pair in zip(rows, encode_pairs(encoder, rows), strict=True):
-        alone = encode(encoder, row)
-        assert all(map(np.array_equal, pair[:3], alone[:3]))
-
-
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [*((name, "<think>so</think>yes") for name in TEMPLATES), ("chatml", "\n\nyes"), ("chatml", "\n")],

@@ -123,11 +123,6 @@ def test_split_keeps_text_prompts_on_one_side(build_pairs, load_tokenizer):
     assert not train & held_out
 
 
-def test_split_of_single_prompt_is_refused(build_pairs, load_tokenizer):
-    with pytest.raises(DataError, match="rows that are equal or have one prompt stay together"):
-        prepare_pairs(build_pairs(make_pairs(10, prompts=1), test_split_size=2), load_tokenizer)
-
-
 def test_overlap_of_pairs_and_prompts_is_refused_unless_allowed(build_pairs, load_tokenizer, write_rows):
     same_pair, same_prompt = make_pairs(1, start=2), make_pairs(1, start=105, prompts=100)
     path = write_rows("held_out.jsonl", [*make_pairs(3, start=200), *same_pair, *same_prompt])

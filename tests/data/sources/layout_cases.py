@@ -385,11 +385,7 @@ OTHER: dict[str, Case] = {
         {"question": "Add.", "passage": "2 + 2", **TEXTS},
         {"messages": [ADD, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
     ),
-    "choices as answers": (
-        "question_answer",
-        {"question": ASKED, "choices": ["3", "4"], "answer": "4"},
-        CHAT,
-    ),
+    "choices as answers": ("question_answer", {"question": ASKED, "choices": ["3", "4"], "answer": "4"}, CHAT),
     "tools as texts": ("messages", {**CHAT, "tools": [json.dumps({"name": "f"})]}, {**CHAT, "tools": [{"name": "f"}]}),
     "template variables in a cell": (
         "messages",

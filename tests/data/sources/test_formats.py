@@ -165,14 +165,6 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     assert str(detect(raw)) == expected
 
 
-def test_answer_beside_solution_is_ambiguous() -> None:
-    raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
-    for columns in (raw, {name.title(): value for name, value in raw.items()}):
-        with pytest.raises(DataError, match="each of `solution`, `answer` may be the answer to train on"):
-            detect(columns)
-    assert detect({"question": "2 + 2?", "answer": "4"}).name == "question_answer"
-
-
 def test_content_column_of_message_or_question_is_no_text() -> None:
     for raw in ({"role": "user", "content": "Hi."}, {"content": "Hi.", "query": "What?"}):
         with pytest.raises(DataError, match="the columns match no layout"):
@@ -193,14 +185,6 @@ def test_messages_in_python_notation_are_refused() -> None:
 def test_json_answer_stays_text() -> None:
     answer = '[{"value": 4, "unit": "m"}]'
     assert convert({"prompt": "2 + 2?", "completion": answer}).completion == answer
-
-
-@pytest.mark.parametrize("label", [True, False, "True", "false"])
-def test_boolean_label_is_refused(label: bool | str) -> None:
-    with pytest.raises(DataError, match="`label` says which answers are good"):
-        convert({"prompt": "2 + 2?", "completion": "5", "label": label})
-    with pytest.raises(DataError, match="`is_correct` says which answers are good"):
-        convert({"Question": "2 + 2?", "Answer": "5", "Is_Correct": False})
 
 
 def test_boolean_label_of_texts_and_of_pairs_has_another_meaning() -> None:
@@ -326,10 +310,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"question": "Who barks?", "choices": {"text": ["a cat", "a dog"], "label": ["A", "B"]}, "answer": "B"},
         "write them into the question",
     ),
-    "C-Eval": (
-        {"question": "Who barks?", "A": "a cat", "B": "a dog", "answer": "B"},
-        "write them into the question",
-    ),
+    "C-Eval": ({"question": "Who barks?", "A": "a cat", "B": "a dog", "answer": "B"}, "write them into the question"),
     "choices in a text": (
         {"question": "Who barks?", "options": "a) a cat b) a dog", "answer": "b"},
         "write them into the question",

@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import readers
@@ -63,6 +63,7 @@ def test_json_array_rows_equal_elements(rows, indent, ascii_only, mark) -> None:
 
 @settings(max_examples=40)
 @given(rows=ROWS, end=st.sampled_from(["\n", "\r\n", "\n\n \n"]), mark=st.booleans(), may_be_document=st.booleans())
+@example(rows=[{"text": "é\u2028\x85\x0b"}] * 2, end="\n", mark=False, may_be_document=True)
 def test_json_lines_rows_equal_objects(rows: list[dict[str, Any]], end: str, mark: bool, may_be_document: bool) -> None:
     text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
     content = text.encode("utf-8-sig" if mark else "utf-8")
@@ -92,11 +93,6 @@ def test_lines_of_long_lists_are_not_read_as_an_array() -> None:
     chats = [[{"role": "user", "content": "a" * 100_000}, {"role": "assistant", "content": "b"}]] * 2
     content = "\n".join(map(json.dumps, chats)).encode()
     assert columns(read(content, may_be_document=False)) == [{"messages": chat} for chat in chats]
-
-
-def test_single_json_object_is_one_row() -> None:
-    row = {"messages": [{"role": "user", "content": "a"}]}
-    assert columns(read(json.dumps(row, indent=2).encode())) == [row]
 
 
 @pytest.mark.parametrize("names", [["question", "answer"], ["text"]])
@@ -160,14 +156,6 @@ def test_memory_is_independent_of_num_json_rows(is_array: bool, tmp_path: Path) 
     tracemalloc.stop()
     assert size > 20 << 20
     assert peak < (6 << 20) + 2 * size * is_array
-
-
-def test_json_rows_agree_with_datasets(tmp_path: Path) -> None:
-    rows = [{"text": f"line {n} é\u2028\x85", "number": n, "nested": {"a": [n]}} for n in range(50)]
-    path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=n % 2 == 0) for n, row in enumerate(rows)))
-    theirs = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    assert columns(read(path.read_bytes(), may_be_document=False)) == theirs.to_list()
 
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
@@ -276,16 +264,26 @@ def open_bytes(content: bytes) -> io.BufferedReader:
     return io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_text_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
-    lines = ["To be,", "  or not to be", "", "é\u2028\x85\x0b same line ", " \t", "that is"]
-    path = tmp_path / "d.txt"
-    path.write_bytes(end.join(lines).encode())
-    theirs = datasets.load_dataset("text", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    ours = [
-        entry.columns["text"] for entry in read_text(open_bytes(path.read_bytes()), "d") if isinstance(entry, RawRow)
-    ]
-    assert ours == [text for text in theirs["text"] if text.strip()]
+LINES = ["To be,", "  or not to be", "", "é\u2028\x85\x0b same line ", " \t", "that is"]
+FILES = ["one\n", "\n\n  one\r\n\r\ntwo\n\n", "a\n" * 1000, "no end", "\u2028\x85 é\x0b"]
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "contents"),
+    [
+        ("line", {}, ["\n".join(LINES), "\r\n".join(LINES)]),
+        ("paragraph", {"sample_by": "paragraph"}, ["To be,\n  or not to be\n\nthat is\n\nthe question"]),
+        ("file", {"sample_by": "document", "keep_linebreaks": True}, FILES),
+    ],
+)
+def test_documents_of_text_files_agree_with_datasets(documents, options, contents, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content.encode())
+    files = {"data_files": list(map(str, paths)), "cache_dir": str(tmp_path / "cache")}
+    theirs = datasets.load_dataset("text", **files, **options, split="train")
+    ours = [text for content in contents for _, text in read_documents(content.encode(), documents)]
+    assert [text.replace("\r\n", "\n") for text in ours] == [text for text in theirs["text"] if text.strip()]
 
 
 @pytest.mark.parametrize(("documents", "expected"), [("line", "a :2 c d"), ("paragraph", ":2 d"), ("file", ":2")])
@@ -303,25 +301,6 @@ def test_unreadable_csv_row_breaks_only_itself(monkeypatch: pytest.MonkeyPatch) 
     entries = list(readers.read_csv(open_bytes(content), "d", delimiter=","))
     found = [entry.index if isinstance(entry, RawRow) else entry.where for entry in entries]
     assert found == [2, "d:3", "d:5", "d:6", 7]
-
-
-@pytest.mark.parametrize("content", ["one\n", "\n\n  one\r\n\r\ntwo\n\n", "a\n" * 1000, "no end", "\u2028\x85 é\x0b"])
-def test_whole_file_document_agrees_with_datasets(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "d.txt"
-    path.write_bytes(content.encode())
-    options = {"data_files": str(path), "sample_by": "document", "split": "train", "keep_linebreaks": True}
-    theirs = datasets.load_dataset("text", **options, cache_dir=str(tmp_path / "cache"))
-    assert read_documents(path.read_bytes(), "file") == [(1, content)]
-    assert list(theirs["text"]) == [content.replace("\r\n", "\n")]
-
-
-def test_paragraphs_agree_with_datasets(tmp_path: Path) -> None:
-    path = tmp_path / "d.txt"
-    path.write_text("To be,\n  or not to be\n\nthat is\n\nthe question")
-    theirs = datasets.load_dataset(
-        "text", data_files=str(path), sample_by="paragraph", split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert [text for _, text in read_documents(path.read_bytes(), "paragraph")] == theirs["text"]
 
 
 def test_blank_lines_separate_paragraphs_located_by_first_line() -> None:

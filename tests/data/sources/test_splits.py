@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes_lib.data.sources import splits
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import FindPlaces, compute_row_digest, find_overlap, refuse_overlap, split_rows
 from recipes_lib.errors import DataError
@@ -138,7 +139,10 @@ def test_digest_of_unwritable_row_names_it() -> None:
             compute_row_digest(row)
 
 
-def test_overlap_is_counted_and_first_pairs_named() -> None:
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+def test_overlap_is_counted_and_first_pairs_named(rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "_ROWS_AT_ONCE", rows_at_once)
+
     def name(side: str) -> FindPlaces:
         return lambda positions: {at: f"{side}{at}" for at in positions}
 
@@ -146,6 +150,9 @@ def test_overlap_is_counted_and_first_pairs_named() -> None:
     held_out = [digest(value) for value in (9, 3, 1, 1)]
     overlap = find_overlap(train, held_out)
     assert (overlap.num_rows, overlap.pairs) == (6, [(1, 2), (3, 2), (4, 1), (5, 2), (6, 1)])
+    # Documents have digests of 64 bits.
+    halves = [np.frombuffer(b"".join(one[:8] for one in side), np.uint64) for side in (train, held_out)]
+    assert find_overlap(*halves) == overlap
     with pytest.raises(DataError, match=r"6 training rows are held-out rows too: t1 = e2, .*, t6 = e1, \.\.\."):
         refuse_overlap(train, held_out, name("t"), name("e"))
     with pytest.raises(DataError, match=r"1 training rows share it: t0 = e0\n"):

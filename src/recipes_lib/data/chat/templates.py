@@ -136,7 +136,7 @@ class ChatTemplate:
             TemplateError: The template raises for these messages.
 
         Source: ``transformers.utils.chat_template_utils.render_jinja_template``; equality over every shipped template
-        in ``tests/data/chat/test_templates.py``.
+        in ``tests/data/chat/test_chat_golden.py``.
         """
         chat = [normalise_message(message) for message in messages]
         trace = _Trace(chat)
