@@ -167,11 +167,6 @@ class SkippingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_checkpoint_due_at_first_step_is_saved(tiny_model_dir, tmp_path):
-    train(tiny_model_dir, tmp_path, save_steps=1, max_steps=1)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
 def corrupt_saved_weights(monkeypatch, change):
     """Apply ``change`` to the state dict before it is written."""
     write = ReplicatedLayout._write_model
