@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Train
 
 from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
-from recipes_lib.errors import ConfigError, explain_refusal
+from recipes_lib.errors import explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
@@ -288,14 +288,6 @@ def test_pending_checkpoint_is_finished_on_interrupt(tiny_model_dir, tmp_path):
         train(tiny_model_dir, tmp_path, callback=CallAtStep(3, interrupt))
     assert find_damage(tmp_path / "checkpoint-2") is None
     assert not list(tmp_path.glob("_*"))
-
-
-def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
-    with pytest.raises(ConfigError, match=r"3 checkpoints of .* MB and the model need .* MB and the disk has 3 MB"):
-        train(tiny_model_dir, tmp_path, save_total_limit=2, save_steps=1, max_steps=10)
-    assert not list(tmp_path.iterdir())
 
 
 def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):

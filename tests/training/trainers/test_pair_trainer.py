@@ -22,27 +22,22 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 from recipes_lib.training.trainers.pair_trainer import PairTrainer, build_reward_score, score_rewards
 
-BATCHES = {
-    "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "2x4": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "1x8": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-}
+WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+TWO_BY_FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/chosen_shift", "rewards/margins")
 
 
 def test_trajectory_is_independent_of_gradient_accumulation(tiny_model_dir, tmp_path):
     """Thirteen pairs are a step of eight and one of five in each epoch."""
-    trajectories = {}
-    for name in ("8x1", "2x4", "1x8"):
-        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **BATCHES[name]}
-        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
+    trajectories = []
+    for number, batch in enumerate((WHOLE, TWO_BY_FOUR)):
+        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **batch}
+        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / str(number), make_pairs(13), **options)
         trainer.train()
-        trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.train_logs if "loss" in log]
-    expected = trajectories.pop("8x1")
-    assert len({step["loss"] for step in expected}) == 4
-    for name, trajectory in trajectories.items():
-        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
-            assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), f"{name}, step {step}"
+        trajectories.append([{key: log[key] for key in LOGGED} for log in recorder.train_logs])
+    assert len({step["loss"] for step in trajectories[0]}) == 4
+    for step, (wanted, got) in enumerate(zip(*trajectories, strict=True), 1):
+        assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), f"step {step}"
 
 
 def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_path):
@@ -88,7 +83,7 @@ def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
         "precompute_ref_log_probs": True,
         "loss_type": ["sigmoid", "sft"],
         "max_steps": 6,
-        **BATCHES["2x4"],
+        **TWO_BY_FOUR,
     }
     keys = {"save_strategy": "steps", "save_steps": 3}
     straight, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(13), **options, **keys)
@@ -100,20 +95,13 @@ def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
 
 
 def test_activation_checkpointing_keeps_trajectory(tiny_model_dir, tmp_path):
-    for use_peft in (False, True):
-        setting = Setting(adapter=AdapterConfig(use_peft=use_peft, lora_r=4))
-        trajectories = [
-            train_pairs(
-                tiny_model_dir,
-                tmp_path / f"{use_peft} {is_on}",
-                make_pairs(),
-                setting=setting,
-                activation_checkpointing=is_on,
-            )
-            for is_on in (False, True)
-        ]
-        for expected, got in zip(*trajectories, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
+    """That of an adapter too: ``tests/training/guards/test_adapter_checks.py``."""
+    trajectories = [
+        train_pairs(tiny_model_dir, tmp_path / str(is_on), make_pairs(), activation_checkpointing=is_on)
+        for is_on in (False, True)
+    ]
+    for expected, got in zip(*trajectories, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
