@@ -365,16 +365,12 @@ def flip_bit(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("fault", ["folder deleted", "file deleted", "bit flipped"])
+@pytest.mark.parametrize("fault", ["folder deleted", "bit flipped"])
 def test_missing_or_damaged_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, fault):
     trainer, recorder = make_evaluated_trainer(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
     last, best = {}, tmp_path / "checkpoint-2"
     file = best / "model.safetensors"
-    damage = {
-        "folder deleted": lambda: shutil.rmtree(best),
-        "file deleted": file.unlink,
-        "bit flipped": lambda: flip_bit(file),
-    }[fault]
+    damage = {"folder deleted": lambda: shutil.rmtree(best), "bit flipped": lambda: flip_bit(file)}[fault]
     # On a slow disk, the checkpoint of step 2 is still being written.
     trainer.add_callback(CallAtStep(4, lambda: (trainer.finish_saving(), damage(), last.update(weights_of(trainer)))))
     trainer.train()
