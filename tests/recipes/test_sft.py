@@ -34,7 +34,8 @@ def write(tmp_path, tiny_model_dir, chats):
 
 
 def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
-    keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
+    keys = {"learning_rate": 1e-2, "max_steps": 80, "lr_scheduler_type": "linear"}
+    keys |= {"max_length": 64, "save_strategy": "no"}
     config = write(**keys)
     run_script(RECIPE, "--config", config)
 

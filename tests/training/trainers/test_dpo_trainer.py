@@ -218,7 +218,7 @@ def test_rounding_of_a_deep_policy_is_no_difference_from_its_reference(
     setting = replace(FRESH, dtype="bfloat16")
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 5, "max_steps": 1}
     options = {"setting": setting, "precompute_ref_log_probs": True, **sizes}
-    trainer, recorder = make_pair_trainer(deep_model_dir, tmp_path / "run", make_pairs(), **options)
+    trainer, recorder = make_pair_trainer(deep_model_dir, tmp_path / "run", make_pairs(6), **options)
     if has_dropout:
         enable_dropout(trainer, monkeypatch)
         with pytest.raises(DivergedError, match="Policy and reference differ, or dropout or router noise is on"):
