@@ -6,21 +6,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tests.training.pairs import Setting, make_pair_trainer, make_pairs, train_pairs
-from tests.training.trajectories import Recorder, assert_equal_weights, weights_of
-from transformers import AutoTokenizer
+from tests.training.pairs import Setting, make_pair_trainer, make_pairs, make_reward_trainer, train_pairs
+from tests.training.trajectories import assert_equal_weights, weights_of
 from trl import RewardConfig
 
-from recipes_lib.config.schema import AdapterConfig, ModelConfig, PreferenceConfig
-from recipes_lib.data.pairs.collator import PairCollator
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.config.schema import AdapterConfig, PreferenceConfig
 from recipes_lib.training.guards.start_checks import StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs
-from recipes_lib.training.monitoring.callbacks import Observer, TermMetrics
-from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import PairScores
-from recipes_lib.training.trainers.pair_trainer import PairTrainer, build_reward_score, score_rewards
+from recipes_lib.training.trainers.pair_trainer import build_reward_score
 
 WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 TWO_BY_FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -139,27 +134,9 @@ def make_judged_pairs(num_pairs: int = 32) -> Dataset:
     return Dataset.from_dict(rows).with_format("numpy")
 
 
-def make_trainer(model_dir, folder, pairs, **training):
-    model = load_reward_model(ModelConfig(model_name_or_path=str(model_dir)), "sdpa", seed=0)
-    add_score_head(model)
-    recorder = Recorder()
-    keys = {"bf16": False, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
-    args = RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, **keys | training)
-    trainer = PairTrainer(
-        model=model,
-        args=args,
-        score=score_rewards,
-        train_dataset=pairs,
-        data_collator=PairCollator(pad_token_id=1),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
-    )
-    return trainer, recorder
-
-
 def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
     keys = {"learning_rate": 3e-3, "max_steps": 60, "per_device_train_batch_size": 8, "warmup_steps": 5}
-    trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
+    trainer, recorder = make_reward_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
     trainer.train()
     last = recorder.train_logs[-5:]
     assert all(logs["rewards/accuracies"] == 1 for logs in last)
@@ -172,7 +149,7 @@ def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
 @pytest.mark.parametrize("mistake", ["one token early", "without the end", "swapped"])
 def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
     pairs = make_pairs(4)
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
+    trainer, _ = make_reward_trainer(tiny_model_dir, tmp_path, pairs)
     rows = [pairs[number] for number in range(4)]
     right = trainer.score_pairs(trainer.model.eval(), trainer.data_collator(rows)).losses
     if mistake == "without the end":
@@ -188,7 +165,7 @@ def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
 
 def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
     pairs = make_pairs(5)
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
+    trainer, _ = make_reward_trainer(tiny_model_dir, tmp_path, pairs)
     batch = trainer.data_collator([pairs[number] for number in range(5)])
     with torch.no_grad():
         scores = trainer.score_pairs(trainer.model.eval(), batch)
