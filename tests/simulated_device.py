@@ -12,8 +12,8 @@ import dataclasses
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,13 +70,10 @@ class Work:
         if not self.is_counting:
             return
         packet = func.overloadpacket
-        is_view = any(
-            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
-        )
-        if not (is_view or packet in FREE):
+        if not (_is_view(func) or packet in FREE):
             self.kernels[packet.__name__] += 1
-        picks = [value for value in pytree.tree_leaves(args[1:2]) if isinstance(value, Tensor)]
-        if packet in WAITING or (packet in INDEXED and any(pick.dtype == torch.bool for pick in picks)):
+        picks = _list_tensors(args[1:2]) if packet in INDEXED else []
+        if packet in WAITING or any(pick.dtype == torch.bool for pick in picks):
             self.waits[_find_line()] += 1
 
     def add_copy(self, *, to_host: bool, is_awaited: bool) -> None:
@@ -87,6 +84,25 @@ class Work:
 
 WORK: Final = Work()
 """Work of this process."""
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operation returns a view of its argument."""
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+
+
+def _list_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments of an operation, of which some are lists."""
+    flat = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def _apply(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to the elements of a list; ``pytree`` takes most of the time of an operation."""
+    if isinstance(value, list | tuple):
+        return [*map(function, value)] if isinstance(value, list) else (*map(function, value),)
+    return function(value)
 
 
 def _find_line() -> str:
@@ -173,7 +189,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if func is ATEN.record_stream.default:
         return None
-    given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    given = _list_tensors((*args, *kwargs.values()))
     placed = given
     if func.overloadpacket in INDEXED:
         placed = [value for value in (args[0], *args[2:3]) if isinstance(value, Tensor)]
@@ -187,7 +203,8 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         is_ours = torch.device(kwargs["device"]).type == NAME
         kwargs["device"] = torch.device("cpu")
-    result = func(*pytree.tree_map(_hold, args), **pytree.tree_map(_hold, kwargs))
+    held = {name: _apply(_hold, value) for name, value in kwargs.items()}
+    result = func(*(_apply(_hold, value) for value in args), **held)
     known = {id(value.held): value for value in given if isinstance(value, SimulatedTensor)}
     for value in known.values():
         assert value.size() == value.held.size(), f"{func} has resized what it was given"
@@ -198,7 +215,7 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # An in-place operation returns its own argument.
         return known[id(value)] if id(value) in known else SimulatedTensor(value)
 
-    return pytree.tree_map(present, result)
+    return _apply(present, result)
 
 
 def _hold(value: Any) -> Any:

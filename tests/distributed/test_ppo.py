@@ -41,7 +41,8 @@ SHORT: dict[str, Any] = {
 }
 RUNS: dict[str, dict[str, Any]] = {
     # An adaptive KL coefficient, and a limit of the KL divergence that only some minibatches stay below.
-    "models": SHORT | {"kl_target_per_sequence": 0.5, "kl_horizon": 100, "target_kl": 1e-4, "num_ppo_epochs": 3},
+    "models": SHORT
+    | {"max_steps": 8, "kl_target_per_sequence": 0.5, "kl_horizon": 100, "target_kl": 1e-4, "num_ppo_epochs": 3},
     "adapters": SHORT | {"use_peft": True, "max_steps": 8, "reward_funcs": "[tests.rl.keys_task:score_and_report]"},
     # Groups of three; uninformative groups are sampled again.
     "dynamic": SHORT

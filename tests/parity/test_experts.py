@@ -9,22 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tests.tiny import sizes
-from tests.training.pairs import Setting, make_pair_trainer, make_pairs
+from tests.training.pairs import Setting, make_pair_trainer, make_pairs, make_reward_trainer
 from tests.training.spiking import make_guarded
 from tests.training.students import make_distiller
 from tests.training.trajectories import make_packs, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
-from trl import RewardConfig
 
-from recipes_lib.config.schema import GuardsConfig, ModelConfig
+from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
-from recipes_lib.training.monitoring.callbacks import Observer
-from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
 
 PAD = 1
 LENGTHS = ((31, 4, 6), (9, 3), (5,))
@@ -136,18 +130,7 @@ def test_aux_loss_of_pair_recipes_equals_transformers(experts_dir, tmp_path, rec
     if recipe == "dpo":
         trainer: Any = make_pair_trainer(experts_dir, tmp_path / "run", pairs, setting=Setting(layout="separate"))[0]
     else:
-        model = load_reward_model(ModelConfig(model_name_or_path=str(experts_dir)), "sdpa", seed=0)
-        model.config.pad_token_id = PAD
-        add_score_head(model)
-        trainer = PairTrainer(
-            model=model,
-            args=RewardConfig(str(tmp_path), remove_unused_columns=False, use_cpu=True, bf16=False, report_to="none"),
-            score=score_rewards,
-            train_dataset=pairs,
-            data_collator=PairCollator(pad_token_id=PAD, layout="separate"),
-            processing_class=AutoTokenizer.from_pretrained(experts_dir),
-            observer=Observer(StepCounter(), [], [], TrainingProgress()),
-        )
+        trainer = make_reward_trainer(experts_dir, tmp_path, pairs, layout="separate")[0]
     parts = [[pairs[at] for at in numbers] for numbers in ((0, 1), (2, 3), (4,))]
     batches = [PairCollator(pad_token_id=PAD, layout="separate")(part) for part in parts]
     assert not all(batch["token_mask"].all() for batch in batches)

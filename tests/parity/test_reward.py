@@ -9,18 +9,13 @@ import pytest
 import trl
 from datasets import Dataset
 from tests.parity import trl_runs
-from tests.training.pairs import make_pairs
-from tests.training.trajectories import Recorder
+from tests.training.pairs import make_pairs, make_reward_trainer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.data.pairs.collator import PairCollator, PairLayout
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
-from recipes_lib.training.monitoring.callbacks import Observer
-from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.pair_trainer import PairTrainer, score_rewards
+from recipes_lib.models.heads.score_head import load_reward_model
+from recipes_lib.training.trainers.pair_trainer import score_rewards
 
 SHARED = trl_runs.PAIRS | {
     "per_device_train_batch_size": 2,
@@ -54,29 +49,15 @@ def train_trl(start_dir: Path, folder: Path, pairs: Dataset) -> list[dict[str, f
     return trl_runs.train_trl(trl.RewardTrainer, arguments, model, start_dir, Dataset.from_dict(whole), folder)
 
 
-def train_ours(start_dir: Path, folder: Path, pairs: Dataset, layout: PairLayout) -> list[dict[str, float]]:
-    model = load_reward_model(ModelConfig(model_name_or_path=str(start_dir)), "sdpa", seed=None)
-    add_score_head(model)
-    recorder = Recorder()
-    trainer = PairTrainer(
-        model=model,
-        args=RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, report_to="none", **SHARED),
-        score=partial(score_rewards, center_coefficient=SHARED["center_rewards_coefficient"]),
-        train_dataset=pairs,
-        data_collator=PairCollator(pad_token_id=PAD, layout=layout),
-        processing_class=AutoTokenizer.from_pretrained(start_dir),
-        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
-    )
-    trainer.train()
-    return recorder.steps
-
-
 @pytest.mark.parametrize(("layout", "has_margins"), [("shared", True), ("separate", False)])
 def test_reward_losses_and_gradient_norms_equal_trl(start_dir, tmp_path, layout, has_margins):
     pairs = make_pairs()
     if has_margins:
         pairs = pairs.add_column("margin", [0.1 * number for number in range(len(pairs))]).with_format("numpy")
     expected = train_trl(start_dir, tmp_path / "trl", pairs)
-    got = train_ours(start_dir, tmp_path / "ours", pairs, layout)
+    score = partial(score_rewards, center_coefficient=SHARED["center_rewards_coefficient"])
+    trainer, recorder = make_reward_trainer(start_dir, tmp_path / "ours", pairs, layout=layout, score=score, **SHARED)
+    trainer.train()
+    got = recorder.steps
     assert len(got) == SHARED["max_steps"]
     trl_runs.assert_same_steps(expected, got)

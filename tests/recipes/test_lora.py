@@ -1,4 +1,4 @@
-"""The LoRA recipe end to end: adapters in plain PEFT, merging, resume, 4-bit base."""
+"""The LoRA recipe end to end: adapters in plain PEFT, merging, resume (4-bit base: ``test_distill.py``)."""
 
 import json
 import runpy
@@ -14,32 +14,25 @@ from tests.recipes.stranger import ANSWERS, QUESTIONS, ask, write_chats
 from tests.rows import read_events
 
 
-@pytest.fixture
-def chats(tmp_path):
-    return write_chats(tmp_path / "chats, with spaces.jsonl", 4)
-
-
-def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", **keys):
+def test_adapter_and_merged_model_answer_in_plain_peft(recipes, tmp_path, tiny_model_dir):
+    output = tmp_path / "a run"
     keys = {
         "model_name_or_path": tiny_model_dir,
-        "dataset_name": chats,
-        "output_dir": tmp_path / output,
+        "dataset_name": write_chats(tmp_path / "chats, with spaces.jsonl", 4),
+        "output_dir": output,
         "prepared_dir": tmp_path / "prepared",
         "bf16": "false",
         "learning_rate": 1e-2,
-        "max_steps": 4,
+        "max_steps": 100,
         "per_device_train_batch_size": 4,
         "max_length": 64,
         "num_sample_prompts": 0,
         "save_strategy": "no",
-    } | keys
-    return run_script(ROOT / "recipes" / "lora.py", keys).stderr
-
-
-def test_adapter_and_merged_model_answer_in_plain_peft(recipes, tmp_path, tiny_model_dir, chats):
-    keys = {"max_steps": 100, "lora_r": 32, "lora_modules_to_save": "[norm]", "loraplus_lr_ratio": 4}
-    printed = run_lora(tmp_path, tiny_model_dir, chats, **keys)
-    output = tmp_path / "a run"
+        "lora_r": 32,
+        "lora_modules_to_save": "[norm]",
+        "loraplus_lr_ratio": 4,
+    }
+    printed = run_script(ROOT / "recipes" / "lora.py", keys).stderr
     for line in ("changes no logit", "33 trained tensors have one", "frozen tensors are unchanged"):
         assert line in printed
     answers = ask(tiny_model_dir, output, QUESTIONS[:4])
@@ -94,10 +87,3 @@ def test_recipe_that_imports_another_runs_as_module(monkeypatch, recipe, other):
     monkeypatch.setattr(sys, "path", [str(ROOT), *(place for place in sys.path if place != folder)])
     monkeypatch.delitem(sys.modules, other, raising=False)
     assert runpy.run_module(f"recipes.{recipe}")["main"].__module__ == other
-
-
-def test_adapter_learns_on_4_bit_base(tmp_path, tiny_model_dir, chats):
-    output = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
-    assert "28 trained tensors have one" in output
-    events = read_events(tmp_path / "a run")
-    assert events[-1]["loss"] < events[0]["loss"]

@@ -1,4 +1,4 @@
-"""The SFT recipe end to end: answers in plain transformers, files of a run, prepared sets, errors."""
+"""The SFT recipe end to end: answers in plain transformers, files of a run, prepared sets."""
 
 import json
 
@@ -34,7 +34,8 @@ def write(tmp_path, tiny_model_dir, chats):
 
 
 def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
-    keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
+    keys = {"learning_rate": 1e-2, "max_steps": 80, "lr_scheduler_type": "linear"}
+    keys |= {"max_length": 64, "save_strategy": "no"}
     config = write(**keys)
     run_script(RECIPE, "--config", config)
 
@@ -101,23 +102,3 @@ def test_two_processes_reuse_prepared_set(write, tmp_path, tiny_model_dir):
     assert record["data"]["key"] == prepared.key
     assert {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")} == made
     assert record["status"] == "done"
-
-
-def test_unknown_key_is_rejected_before_anything_is_written(write, tmp_path):
-    config = write(learning_rat=1e-5)
-    done = run_script(RECIPE, "--config", config, code=2)
-    line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "learning_rat:" in text)
-    assert f"{config}:{line}" in done.stderr
-    assert not (tmp_path / "a run").exists()
-
-
-@pytest.mark.parametrize("damage", ["row", "file"])
-def test_invalid_data_exit_with_code_2_and_location(write, tmp_path, chats, damage):
-    if damage == "row":
-        chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
-    else:
-        chats.write_text("")
-    done = run_script(RECIPE, "--config", write(), code=2)
-    assert str(chats) in done.stderr
-    assert "Traceback" not in done.stderr
-    assert read_record(tmp_path / "a run")["status"] == "refused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,21 @@ from tests.training.configurations import build_recipe
 from tests.training.trajectories import Narrator, Recorder
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import RewardConfig
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, PreferenceConfig, RecipeConfig, TokensConfig
+from recipes_lib.data.pairs.collator import PairCollator, PairLayout
 from recipes_lib.data.pairs.preference_sets import PairAudit, PairData
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
-from recipes_lib.training.trainers.pair_trainer import PairAttention, build_pair_collator
+from recipes_lib.training.trainers.pair_batches import PairScores
+from recipes_lib.training.trainers.pair_trainer import PairAttention, PairTrainer, build_pair_collator, score_rewards
 from recipes_lib.training.trainers.trained_model import load_policy
 
 # Every run collects garbage, which would spend most of its time traversing imported modules.
@@ -170,6 +175,33 @@ def train_pairs(model_dir: Path, output_dir: Path, pairs: Dataset, **options: An
     trainer, recorder = make_pair_trainer(model_dir, output_dir, pairs, **options)
     trainer.train()
     return recorder.steps
+
+
+def make_reward_trainer(
+    model_dir: Path,
+    output_dir: Path,
+    pairs: Dataset,
+    *,
+    layout: PairLayout = "shared",
+    score: Callable[..., PairScores] = score_rewards,
+    **training: Any,
+) -> tuple[PairTrainer, Recorder]:
+    """Return a trainer of a reward model in float32 that logs every step, and its recorder."""
+    model: Any = load_reward_model(ModelConfig(model_name_or_path=str(model_dir)), "sdpa", seed=0)
+    tokenizer, recorder = AutoTokenizer.from_pretrained(model_dir), Recorder()
+    model.config.pad_token_id = tokenizer.pad_token_id
+    add_score_head(model)
+    keys = {"bf16": False, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
+    trainer = PairTrainer(
+        model=model,
+        args=RewardConfig(str(output_dir), remove_unused_columns=False, disable_tqdm=True, **keys | training),
+        score=score,
+        train_dataset=pairs,
+        data_collator=PairCollator(pad_token_id=tokenizer.pad_token_id, layout=layout),
+        processing_class=tokenizer,
+        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
+    )
+    return trainer, recorder
 
 
 def with_preference(setting: Setting | None = None, **keys: Any) -> Setting:

@@ -50,7 +50,7 @@ def make_guarded(
     """Return a trainer that saves every five steps and has learned the ordinary ids before the bad rows."""
     defaults = {
         "learning_rate": 3e-3,
-        "max_steps": 36,
+        "max_steps": 31,
         "save_strategy": "steps",
         "save_steps": 5,
         "per_device_train_batch_size": 2,
@@ -72,16 +72,16 @@ def train_on_rows(model_dir: Path, output_dir: Path, packs: Dataset, rows: Seque
     return trainer, recorder
 
 
-class SpikeOnce:
-    """Replacement of ``SpikeMonitor.find_spike`` that finds a spike at one step, until the first rollback."""
+class PlantedSpikes:
+    """Replacement of ``SpikeMonitor.find_spike``: a spike at the first of some steps, after a rollback at the next."""
 
-    def __init__(self, trainer: Any, step: int) -> None:
+    def __init__(self, trainer: Any, *steps: int) -> None:
         self._trainer = trainer
-        self._step = step
+        self._steps = steps
 
     def __call__(self, loss: float, grad_norm: float, kind: str) -> Spike | None:
-        is_due = self._trainer.state.global_step + 1 == self._step and not self._trainer.guard.rollbacks
-        return Spike("loss", loss, 0.0, 0.0) if is_due else None
+        due = self._steps[len(self._trainer.guard.rollbacks) :][:1]
+        return Spike("loss", loss, 0.0, 0.0) if due == (self._trainer.state.global_step + 1,) else None
 
 
 def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[str, Any]:
@@ -89,10 +89,13 @@ def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[st
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     keys = dict(cell)
     fault, rows, guards = keys.pop("fault", None), keys.pop("rows", None), GuardsConfig(**keys.pop("guards", {}))
+    planted = keys.pop("planted", None)
     packs = make_spiking_packs(180, range(104, 108))
     if rows is not None:
         packs = packs.select(rows)
     trainer, recorder = make_guarded(model_dir, output_dir, packs, guards=guards, **keys)
+    if planted is not None:
+        trainer.guard._monitor.find_spike = PlantedSpikes(trainer, planted)
     if fault is not None and rank == 1:
         trainer.callback_handler.callbacks.insert(0, Fault(trainer, fault))
     end = ""

@@ -70,11 +70,11 @@ def refuse() -> int:
 def test_main_may_compute_for_longer_than_the_timeout(tmp_path: Path) -> None:
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # As the launcher's.
     run_forked(__name__, tmp_path, store.port)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["7, 8, True, True"] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"7, 8, True, {2**54 + 1}, True"] * 2
 
 
 def main() -> None:
-    """Compute for three times the timeout of the default group on rank 0, twice; share a value before and after."""
+    """Compute for three times the timeout of the default group on rank 0, twice; share values before and after."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=sys.argv[2])
     shared = [collectives.is_true_on_main(not read_rank())]
     distributed.init_process_group("gloo", timeout=timedelta(seconds=1))
@@ -84,6 +84,7 @@ def main() -> None:
         return number
 
     found = [collectives.compute_on_main(lambda number=number: compute(number)) for number in (7, 8)]
+    shared += collectives.sum_over_processes([2**53 + distributed.get_rank()])  # No float64 has this sum.
     shared.append(collectives.is_true_on_main(not read_rank()))
     (Path(sys.argv[1]) / str(distributed.get_rank())).write_text(", ".join(map(str, [*found, *shared])))
 

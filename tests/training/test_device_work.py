@@ -28,11 +28,7 @@ QUIET = {
 }
 JOBS: dict[str, dict[str, Any]] = {
     "sft": {"attn_implementation": "varlen"},
-    "pretrain": {
-        "attn_implementation": "varlen",
-        "cross_document_attention": "true",
-        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 12}),
-    },
+    "pretrain": {"attn_implementation": "varlen", "cross_document_attention": "true"},
     "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},
     "dpo flat": {"attn_implementation": "varlen"},
@@ -67,7 +63,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         keys = {key: str(value) for key, value in keys.items() if key not in without}
         jobs[name] = {"stage": recipe, "keys": keys}
     # Without accumulation, the guard's own kernels have the largest share.
-    single = jobs["pretrain"] | {"keys": jobs["pretrain"]["keys"] | {"gradient_accumulation_steps": "1"}}
+    layers = json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 12})
+    alone = {"gradient_accumulation_steps": "1", "model_config": layers}
+    single = jobs["pretrain"] | {"keys": jobs["pretrain"]["keys"] | alone}
     jobs |= {SINGLE: single, UPSTREAM: single | {"stage": UPSTREAM}}
     run_forked("tests.training.device_work", folder / "runs", json.dumps(jobs), variables=SIMULATED, num_processes=None)
     found: dict[str, Any] = json.loads((folder / "runs" / "work.json").read_text())

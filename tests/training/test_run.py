@@ -97,16 +97,6 @@ def test_record_has_planned_and_measured_cost(tmp_path, monkeypatch):
     assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6), "eval_loss": 2.5}
 
 
-def test_start_resumes_from_last_complete_checkpoint(tmp_path):
-    config = make_config(tmp_path)
-    start_run(config, ONE)
-    checkpoint = write_checkpoint(tmp_path, 5)
-    (tmp_path / "checkpoint-10").mkdir()
-    again = start_run(config, ONE)
-    assert again.resume_from == checkpoint
-    assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
-
-
 def test_damaged_checkpoint_is_reported_and_skipped(tmp_path, capsys):
     config = make_config(tmp_path)
     start_run(config, ONE)

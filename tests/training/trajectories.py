@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,20 +113,6 @@ def make_trainer(
         observer=Observer(StepCounter(), list(hooks), [recorder], Narrator(recorder.lines)),
     )
     return trainer, recorder
-
-
-def main() -> None:
-    """Train in this rank and write the trajectory: ``MODEL OUTPUT JSON_TRAINING_KEYS``."""
-    model_dir, output_dir, training = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    trainer, recorder = make_trainer(model_dir, output_dir / "run", make_packs(), **training)
-    trainer.train()
-    if trainer.is_world_process_zero():
-        (output_dir / "trajectory.json").write_text(json.dumps(recorder.steps))
-    trainer.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Train
 
 from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
-from recipes_lib.errors import ConfigError, explain_refusal
+from recipes_lib.errors import explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints import checkpointing
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
@@ -167,11 +167,6 @@ class SkippingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_checkpoint_due_at_first_step_is_saved(tiny_model_dir, tmp_path):
-    train(tiny_model_dir, tmp_path, save_steps=1, max_steps=1)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-
-
 def corrupt_saved_weights(monkeypatch, change):
     """Apply ``change`` to the state dict before it is written."""
     write = ReplicatedLayout._write_model
@@ -295,14 +290,6 @@ def test_pending_checkpoint_is_finished_on_interrupt(tiny_model_dir, tmp_path):
     assert not list(tmp_path.glob("_*"))
 
 
-def test_dry_run_rejects_disk_too_small_for_retention(tiny_model_dir, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 10**6))
-    with pytest.raises(ConfigError, match=r"3 checkpoints of .* MB and the model need .* MB and the disk has 3 MB"):
-        train(tiny_model_dir, tmp_path, save_total_limit=2, save_steps=1, max_steps=10)
-    assert not list(tmp_path.iterdir())
-
-
 def test_manifest_records_run_and_batch(tiny_model_dir, tmp_path):
     record = {"versions": {"torch": "2"}}
     run = {"stage": "sft", "config": {"seed": 1}}
@@ -378,16 +365,12 @@ def flip_bit(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("fault", ["folder deleted", "file deleted", "bit flipped"])
+@pytest.mark.parametrize("fault", ["folder deleted", "bit flipped"])
 def test_missing_or_damaged_best_checkpoint_exports_last_weights(tiny_model_dir, tmp_path, fault):
     trainer, recorder = make_evaluated_trainer(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
     last, best = {}, tmp_path / "checkpoint-2"
     file = best / "model.safetensors"
-    damage = {
-        "folder deleted": lambda: shutil.rmtree(best),
-        "file deleted": file.unlink,
-        "bit flipped": lambda: flip_bit(file),
-    }[fault]
+    damage = {"folder deleted": lambda: shutil.rmtree(best), "bit flipped": lambda: flip_bit(file)}[fault]
     # On a slow disk, the checkpoint of step 2 is still being written.
     trainer.add_callback(CallAtStep(4, lambda: (trainer.finish_saving(), damage(), last.update(weights_of(trainer)))))
     trainer.train()

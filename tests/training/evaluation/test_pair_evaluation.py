@@ -67,8 +67,7 @@ def test_named_sets_are_reported_separately():
     assert only["loss"] == pytest.approx(evaluate(2, [*VALUES, *VALUES[:3]])["loss"])
 
 
-@pytest.mark.parametrize("is_stored", [True, False])
-def test_metrics_do_not_depend_on_batch_size(tiny_model_dir, tmp_path, is_stored):
+def test_metrics_depend_neither_on_batch_size_nor_on_stored_logps(tiny_model_dir, tmp_path):
     other = perturb_model(tiny_model_dir, tmp_path / "other")
     keys = {
         "loss_type": ["sigmoid", "sft", "orpo"],
@@ -76,14 +75,13 @@ def test_metrics_do_not_depend_on_batch_size(tiny_model_dir, tmp_path, is_stored
         "eval_steps": 2,
         "eval_on_start": True,
         "max_steps": 2,
-        "precompute_ref_log_probs": is_stored,
         "setting": with_preference(ref_model_name_or_path=str(other)),
         "eval_pairs": make_pairs(11, seed=8),
     }
     runs = []
-    for batch_size in (1, 4):  # Of 11 pairs: the last batch of four is smaller.
+    for batch_size, is_stored in ((1, True), (4, False)):  # Of 11 pairs: the last batch of four is smaller.
         folder = tmp_path / str(batch_size)
-        options = keys | {"per_device_eval_batch_size": batch_size}
+        options = keys | {"per_device_eval_batch_size": batch_size, "precompute_ref_log_probs": is_stored}
         trainer, recorder = make_pair_trainer(tiny_model_dir, folder, make_pairs(), **options)
         trainer.train()
         runs.append([log for log in recorder.logs if "eval_loss" in log])

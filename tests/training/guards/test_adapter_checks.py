@@ -177,8 +177,14 @@ def test_new_adapter_with_effect_is_detected(keys, tmp_path):
         checks.on_train_begin(args, TrainerState(), None, model=model)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keys", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({"use_dora": True}, torch.bfloat16),
+        ({"use_dora": True}, torch.float16),
+        ({"init_lora_weights": "pissa"}, torch.bfloat16),
+    ],
+)
 def test_rounding_of_a_deep_model_is_no_effect(keys, dtype):
     """DoRA divides by a norm, and PiSSA, which ``add_adapter`` verifies, rounds the base weights."""
     model = add_adapter(build_deep_model(dtype), AdapterConfig(use_peft=True, lora_r=4, **keys), seed=0)

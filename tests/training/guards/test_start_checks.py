@@ -208,7 +208,7 @@ def stop_optimizer(trainer):
         (stop_optimizer, {"max_steps": 30, "warmup_steps": 8}, 18),
         (stop_optimizer, {"max_steps": 3}, 3),
         (stop_optimizer, {"max_steps": 1, "warmup_steps": 0.03}, 1),
-        (lambda trainer: trainer.model.bfloat16(), {"max_steps": 30, "learning_rate": 1e-20}, 10),
+        (lambda trainer: trainer.model.bfloat16(), {"max_steps": 3, "learning_rate": 1e-20}, 3),
     ],
 )
 def test_training_that_changes_nothing_ends(tiny_model_dir, tmp_path, change, keys, step):
@@ -224,12 +224,12 @@ def test_training_that_changes_nothing_ends(tiny_model_dir, tmp_path, change, ke
     [
         {"max_steps": 1, "warmup_steps": 0.03},
         {"max_steps": 12, "warmup_steps": 11},
-        {"max_steps": 12, "learning_rate": 1e-7, "lr_scheduler_type": "constant"},
+        {"max_steps": 3, "learning_rate": 1e-7, "lr_scheduler_type": "constant"},
         {"max_steps": 2, "learning_rate": 1e-7, "optim": "sgd", "weight_decay": 0.0},
-        {"max_steps": 12, "optim": "adafactor", "gradient_accumulation_steps": 4},
+        {"max_steps": 3, "optim": "adafactor", "gradient_accumulation_steps": 4},
         {"max_steps": 3, "max_grad_norm": 1e-6, "optim": "lion_32bit"},
-        {"max_steps": 12, "bf16": True, "lr_scheduler_type": "cosine_with_restarts", "neftune_noise_alpha": 5.0},
-        {"max_steps": 12, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0, "power": 9.0}},
+        {"max_steps": 3, "bf16": True, "lr_scheduler_type": "cosine_with_restarts", "neftune_noise_alpha": 5.0},
+        {"max_steps": 3, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.0, "power": 9.0}},
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.rows import read_events
 from tests.training import pretraining
 from tests.training.pairs import make_pair_trainer, make_pairs
-from tests.training.spiking import SpikeOnce, make_guarded, make_spiking_packs, train_on_rows
+from tests.training.spiking import PlantedSpikes, make_guarded, make_spiking_packs, train_on_rows
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of
 
 from recipes_lib.config.schema import GuardsConfig
@@ -26,61 +26,51 @@ from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuar
 TWO_ROLLBACKS = GuardsConfig(max_rollbacks=2)
 
 
-@pytest.mark.parametrize(
-    ("keys", "num_rows"),
-    [
-        pytest.param({"gradient_accumulation_steps": 2}, 180, id="accumulation, mid-epoch"),
-        # An epoch is 28 steps, the last of one row.
-        pytest.param({}, 55, id="across the end of an epoch"),
-    ],
-)
-def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path, keys, num_rows):
-    per_step = 2 * keys.get("gradient_accumulation_steps", 1)
-    packs = make_spiking_packs(num_rows, range(26 * per_step, 27 * per_step))
-    keys = keys | {"max_steps": 31}
+def test_rollback_equals_run_without_skipped_rows(tiny_model_dir, tmp_path):
+    """With a spike of the loss of a real batch, of two micro-batches."""
+    packs, keys = make_spiking_packs(180, range(104, 108)), {"gradient_accumulation_steps": 2}
     trainer, recorder = make_guarded(tiny_model_dir, tmp_path / "run", packs, guards=TWO_ROLLBACKS, **keys)
     trainer.train()
     (rollback,) = read_rollbacks(tmp_path / "run")
     assert (rollback.step, rollback.steps, rollback.back_to) == (27, (26, 29), 25)
     (event,) = read_events(tmp_path / "run", "rollback")
     assert event["step"] == 27
-
-    # The rows of steps 26 to 29, of which the last may be in the second epoch.
-    steps_per_epoch = -(-num_rows // per_step)
-    first = 25 * per_step
-    stop = 29 * per_step if steps_per_epoch >= 29 else num_rows + (29 - steps_per_epoch) * per_step
-    rows = [row % num_rows for row in range(3 * num_rows) if not first <= row < stop]
-    epochs = [rows[:num_rows], rows[num_rows : 2 * num_rows]]
-    train = train_one_epoch if steps_per_epoch > 31 else train_two_epochs
-    reference, other = train(tiny_model_dir, tmp_path / "other", packs, epochs, steps_per_epoch, keys)
+    rows = [row for row in range(180) if not 100 <= row < 116]
+    reference, other = train_on_rows(tiny_model_dir, tmp_path / "other", packs, rows, **keys)
     assert recorder.steps[-3:] == other.steps[-3:]
     assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
-def train_one_epoch(model_dir, output_dir, packs, epochs, steps_per_epoch, keys):
-    return train_on_rows(model_dir, output_dir, packs, epochs[0], **keys)
-
-
-def train_two_epochs(model_dir, output_dir, packs, epochs, steps_per_epoch, keys):
-    """Train two epochs of different rows: stop after the first, and resume on the rows of the second."""
-    halfway = {"save_steps": steps_per_epoch, "save_total_limit": None}
-    train_on_rows(model_dir, output_dir, packs, epochs[0], **keys | halfway)
-    reference, recorder = make_guarded(
-        model_dir, output_dir, packs.select(epochs[1]), guards=GuardsConfig(), **keys | halfway
+def test_rollback_across_the_end_of_an_epoch_skips_rows_of_both(tiny_model_dir, tmp_path):
+    """An epoch is 7 steps, the last of one row; those of steps 5 to 8 are skipped, of which one is in the second."""
+    packs = make_spiking_packs(13)
+    trainer = make_spiking_trainer(
+        tiny_model_dir, tmp_path / "run", packs=packs, spike_step=6, save_steps=2, max_steps=10
     )
-    reference.train(resume_from_checkpoint=str(output_dir / f"checkpoint-{steps_per_epoch}"))
-    return reference, recorder
+    trainer.train()
+    assert [(made.back_to, made.steps) for made in read_rollbacks(tmp_path / "run")] == [(4, (5, 8))]
+    # Two epochs of other rows: stopped after the first, and resumed on the rows of the second.
+    epochs = [*range(8), 2, 3, 4, 5, 6], [*range(7, 13), *range(7)]
+    keys = {"max_steps": 10, "save_steps": 7}
+    train_on_rows(tiny_model_dir, tmp_path / "other", packs, epochs[0], **keys)
+    reference, _ = make_guarded(
+        tiny_model_dir, tmp_path / "other", packs.select(epochs[1]), guards=GuardsConfig(), **keys
+    )
+    reference.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-7"))
+    assert_equal_weights(weights_of(trainer), weights_of(reference))
 
 
 class Killed(BaseException):
     """Simulated kill, which no handler of the library catches."""
 
 
-def make_spiking_trainer(model_dir, output_dir, *, spike_step=5, save_steps=1):
-    """Build a trainer of eight steps with a simulated spike, until it has rolled back."""
-    keys = {"save_steps": save_steps, "save_total_limit": 3, "max_steps": 8}
-    trainer, _ = make_guarded(model_dir, output_dir, make_spiking_packs(40), guards=TWO_ROLLBACKS, **keys)
-    trainer.guard._monitor.find_spike = SpikeOnce(trainer, spike_step)
+def make_spiking_trainer(
+    model_dir, output_dir, *, packs=None, spike_step=5, save_steps=1, max_steps=8, guards=TWO_ROLLBACKS, later_step=0
+):
+    """Build a trainer of a few steps with a simulated spike, and another one after the rollback."""
+    keys = {"save_steps": save_steps, "save_total_limit": 3, "max_steps": max_steps}
+    trainer, _ = make_guarded(model_dir, output_dir, packs or make_spiking_packs(40), guards=guards, **keys)
+    trainer.guard._monitor.find_spike = PlantedSpikes(trainer, spike_step, later_step)
     return trainer
 
 
@@ -130,31 +120,31 @@ def die_after_writing(guard, rollback):
 
 
 def test_spike_after_last_rollback_stops_run(tiny_model_dir, tmp_path):
-    packs = make_spiking_packs(120, [*range(52, 54), *range(66, 68)])
-    trainer, _ = make_guarded(tiny_model_dir, tmp_path, packs, guards=GuardsConfig(max_rollbacks=1))
-    with pytest.raises(DivergedError, match=r"step 30 was stopped before its update: .* after 1 rollback\b"):
+    one = GuardsConfig(max_rollbacks=1)
+    trainer = make_spiking_trainer(tiny_model_dir, tmp_path, guards=one, save_steps=3, later_step=7)
+    with pytest.raises(DivergedError, match=r"step 7 was stopped before its update: .* after 1 rollback\b"):
         trainer.train()
-    assert json.loads((tmp_path / "diverged" / "step-30" / "rank-0.json").read_text())["row_ids"] == [[66, 67]]
-    assert find_last_complete(tmp_path).name == "checkpoint-25"
+    # Two rows a step, without the eight that were skipped.
+    assert json.loads((tmp_path / "diverged" / "step-7" / "rank-0.json").read_text())["row_ids"] == [[20, 21]]
+    assert find_last_complete(tmp_path).name == "checkpoint-6"
 
 
-def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path, monkeypatch):
-    packs, steps = make_spiking_packs(100, range(52, 54)), []
-    for name, save_strategy in (("one", "no"), ("other", "steps"), ("without detection", "no")):
-        keys = {"save_strategy": save_strategy, "save_steps": 25, "max_steps": 28}
-        trainer, recorder = make_guarded(tiny_model_dir, tmp_path / name, packs, guards=GuardsConfig(), **keys)
-        if name == "without detection":
-            monkeypatch.setattr(SpikeMonitor, "find_spike", lambda *_: None)
+def test_spike_without_rollbacks_is_only_logged(tiny_model_dir, tmp_path):
+    steps, keys = [], {"guards": GuardsConfig(), "max_steps": 4}
+    for name, spike_step, save_steps in (("one", 3, 4), ("other", 3, 2), ("none", 0, 4)):
+        trainer = make_spiking_trainer(
+            tiny_model_dir, tmp_path / name, spike_step=spike_step, save_steps=save_steps, **keys
+        )
         # Those of an earlier run in the folder are not of this one.
-        (tmp_path / name).mkdir(exist_ok=True)
         write_rollbacks(tmp_path / name, [])
         trainer.train()
         assert not (tmp_path / name / "rollbacks.json").exists()
-        steps.append(recorder.steps)
-        if name != "without detection":
-            assert [event["step"] for event in read_events(tmp_path / name, "spike")] == [27]
         assert not (tmp_path / name / "checkpoint-0").exists()
+        steps.append([event["loss"] for event in trainer.state.log_history if "loss" in event])
+        if spike_step:
+            assert [event["step"] for event in read_events(tmp_path / name, "spike")] == [3]
     assert steps[0] == steps[1] == steps[2]
+    assert len(steps[0]) == 4
 
 
 def test_spike_before_first_checkpoint_rolls_back_to_step_0(tiny_model_dir, tmp_path):
@@ -215,14 +205,17 @@ def test_failed_dump_does_not_hide_divergence(tiny_model_dir, tmp_path, monkeypa
         trainer.train()
 
 
-def test_non_finite_gradient_is_named(tiny_model_dir, tmp_path):
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_non_finite_gradient_stops_before_update_and_is_named(tiny_model_dir, tmp_path, max_grad_norm):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), max_grad_norm=max_grad_norm)
+    before = weights_of(trainer)
     weight = trainer.model.model.layers[1].self_attn.o_proj.weight
     weight.register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(
         DivergedError, match=r"the gradient of model\.layers\.1\.self_attn\.o_proj\.weight is not finite"
     ):
         trainer.train()
+    assert_equal_weights(weights_of(trainer), before)
     facts = json.loads((tmp_path / "diverged" / "step-1" / "rank-0.json").read_text())
     assert list(facts["non_finite_gradients"]) == ["model.layers.1.self_attn.o_proj.weight"]
     # Gradients are unclipped: clipping by a non-finite norm would make all of them non-finite.
@@ -272,7 +265,7 @@ def test_rollback_skips_preference_pairs(tiny_model_dir, tmp_path):
     pairs = make_pairs(48)
     trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", pairs, **keys)
     trainer.guard._keys = TWO_ROLLBACKS
-    trainer.guard._monitor.find_spike = SpikeOnce(trainer, 4)
+    trainer.guard._monitor.find_spike = PlantedSpikes(trainer, 4)
     trainer.train()
     assert read_rollbacks(tmp_path / "run")[0].steps == (3, 6)
     remaining = pairs.select([row for row in range(48) if not 8 <= row < 24])
@@ -285,26 +278,26 @@ def test_rollback_skips_preference_pairs(tiny_model_dir, tmp_path):
 
 
 def test_rollback_skips_pretraining_rows(tiny_tokenizer_dir, tmp_path, monkeypatch):
-    keys = {"max_steps": 10, "gradient_accumulation_steps": 2}
+    keys = {"max_steps": 6, "gradient_accumulation_steps": 2}
     find_spike, calls = SpikeMonitor.find_spike, []
 
     def find_once(monitor, loss, grad_norm, kind):
         calls.append(loss)
         find_spike(monitor, loss, grad_norm, kind)
-        return Spike("loss", loss, 0.0, 0.0) if len(calls) == 7 else None
+        return Spike("loss", loss, 0.0, 0.0) if len(calls) == 4 else None
 
     monkeypatch.setattr(SpikeMonitor, "find_spike", find_once)
-    rollback_keys = {"save_strategy": "steps", "save_steps": 5, "max_rollbacks": 1}
+    rollback_keys = {"save_strategy": "steps", "save_steps": 2, "max_rollbacks": 1}
     config = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, **rollback_keys)
     pretraining.run_recipe(config, monkeypatch)
     (rollback,) = read_rollbacks(tmp_path / "out")
-    assert (rollback.back_to, rollback.steps, rollback.skipped) == (5, (6, 9), (20, 36))
+    assert (rollback.back_to, rollback.steps, rollback.skipped) == (2, (3, 6), (8, 24))
     record = json.loads((tmp_path / "out" / "run.json").read_text())
     assert record["status"] == "done"
-    assert record["rollbacks"][0]["step"] == 7
+    assert record["rollbacks"][0]["step"] == 4
 
     # Reference: the same run on the remaining rows.
-    remaining, locate = np.delete(np.arange(1000), range(20, 36)), RowOrder.locate
+    remaining, locate = np.delete(np.arange(1000), range(8, 24)), RowOrder.locate
     monkeypatch.setattr(RowOrder, "locate", lambda order, rows: locate(order, remaining[rows]))
     other = pretraining.build_config(tmp_path, tiny_tokenizer_dir, **keys, output_dir=tmp_path / "other")
     pretraining.run_recipe(other, monkeypatch)

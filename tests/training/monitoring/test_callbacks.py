@@ -283,14 +283,6 @@ def test_choose_sample(sizes, budget, chosen) -> None:
     assert choose_sample(sizes, budget) == chosen
 
 
-def test_run_reports_weight_norms_and_mfu(tmp_path, tiny_tokenizer_dir, monkeypatch) -> None:
-    run_recipe(build_config(tmp_path, tiny_tokenizer_dir, max_steps=3), monkeypatch)
-    for step in read_events(tmp_path / "out"):
-        assert 0 < step["update_ratio"] < 1
-        assert step["parameter_norm"] > 0
-        assert step["mfu"] is None or step["mfu"] > 0
-
-
 @pytest.mark.parametrize("report_to", [None, "none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
 def test_installed_trackers_are_accepted(monkeypatch: pytest.MonkeyPatch, report_to) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])

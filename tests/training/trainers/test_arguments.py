@@ -46,11 +46,6 @@ def test_overrides_log_nan_losses_and_skip_preparation(tmp_path):
     assert not args.gradient_checkpointing
 
 
-def test_recipe_keys_reach_training_arguments(tmp_path):
-    args = build_training_arguments(make_config(tmp_path, learning_rate=3e-4, seed=7), ONE, has_eval=True)
-    assert (args.learning_rate, args.seed) == (3e-4, 7)
-
-
 def test_null_is_no_tracker(tmp_path):
     assert build_training_arguments(make_config(tmp_path, report_to=None), ONE, has_eval=False).report_to == []
 

@@ -6,43 +6,33 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tests.training.pairs import Setting, make_pair_trainer, make_pairs, train_pairs
-from tests.training.trajectories import Recorder, assert_equal_weights, weights_of
-from transformers import AutoTokenizer
+from tests.training.pairs import Setting, make_pair_trainer, make_pairs, make_reward_trainer, train_pairs
+from tests.training.trajectories import assert_equal_weights, weights_of
 from trl import RewardConfig
 
-from recipes_lib.config.schema import AdapterConfig, ModelConfig, PreferenceConfig
-from recipes_lib.data.pairs.collator import PairCollator
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.config.schema import AdapterConfig, PreferenceConfig
 from recipes_lib.training.guards.start_checks import StartChecks
 from recipes_lib.training.guards.step_facts import StepInputs
-from recipes_lib.training.monitoring.callbacks import Observer, TermMetrics
-from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.pair_batches import PairScores
-from recipes_lib.training.trainers.pair_trainer import PairTrainer, build_reward_score, score_rewards
+from recipes_lib.training.trainers.pair_trainer import build_reward_score
 
-BATCHES = {
-    "8x1": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "2x4": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-    "1x8": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-}
+WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+TWO_BY_FOUR = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/chosen_shift", "rewards/margins")
 
 
 def test_trajectory_is_independent_of_gradient_accumulation(tiny_model_dir, tmp_path):
     """Thirteen pairs are a step of eight and one of five in each epoch."""
-    trajectories = {}
-    for name in ("8x1", "2x4", "1x8"):
-        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **BATCHES[name]}
-        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
+    trajectories = []
+    for number, batch in enumerate((WHOLE, TWO_BY_FOUR)):
+        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **batch}
+        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / str(number), make_pairs(13), **options)
         trainer.train()
-        trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.train_logs if "loss" in log]
-    expected = trajectories.pop("8x1")
-    assert len({step["loss"] for step in expected}) == 4
-    for name, trajectory in trajectories.items():
-        for step, (wanted, got) in enumerate(zip(expected, trajectory, strict=True), 1):
-            assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), f"{name}, step {step}"
+        trajectories.append([{key: log[key] for key in LOGGED} for log in recorder.train_logs])
+    assert len({step["loss"] for step in trajectories[0]}) == 4
+    for step, (wanted, got) in enumerate(zip(*trajectories, strict=True), 1):
+        assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), f"step {step}"
 
 
 def test_logged_metrics_are_means_over_pairs_since_last_log(tiny_model_dir, tmp_path):
@@ -88,7 +78,7 @@ def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
         "precompute_ref_log_probs": True,
         "loss_type": ["sigmoid", "sft"],
         "max_steps": 6,
-        **BATCHES["2x4"],
+        **TWO_BY_FOUR,
     }
     keys = {"save_strategy": "steps", "save_steps": 3}
     straight, recorder = make_pair_trainer(tiny_model_dir, tmp_path / "run", make_pairs(13), **options, **keys)
@@ -100,20 +90,13 @@ def test_resumed_run_is_bit_identical(tiny_model_dir, tmp_path, use_peft):
 
 
 def test_activation_checkpointing_keeps_trajectory(tiny_model_dir, tmp_path):
-    for use_peft in (False, True):
-        setting = Setting(adapter=AdapterConfig(use_peft=use_peft, lora_r=4))
-        trajectories = [
-            train_pairs(
-                tiny_model_dir,
-                tmp_path / f"{use_peft} {is_on}",
-                make_pairs(),
-                setting=setting,
-                activation_checkpointing=is_on,
-            )
-            for is_on in (False, True)
-        ]
-        for expected, got in zip(*trajectories, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
+    """That of an adapter too: ``tests/training/guards/test_adapter_checks.py``."""
+    trajectories = [
+        train_pairs(tiny_model_dir, tmp_path / str(is_on), make_pairs(), activation_checkpointing=is_on)
+        for is_on in (False, True)
+    ]
+    for expected, got in zip(*trajectories, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_router_loss_is_weighted_by_tokens_of_batch(tiny_model_dir, tmp_path):
@@ -151,27 +134,9 @@ def make_judged_pairs(num_pairs: int = 32) -> Dataset:
     return Dataset.from_dict(rows).with_format("numpy")
 
 
-def make_trainer(model_dir, folder, pairs, **training):
-    model = load_reward_model(ModelConfig(model_name_or_path=str(model_dir)), "sdpa", seed=0)
-    add_score_head(model)
-    recorder = Recorder()
-    keys = {"bf16": False, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, "report_to": "none"}
-    args = RewardConfig(str(folder), remove_unused_columns=False, disable_tqdm=True, **keys | training)
-    trainer = PairTrainer(
-        model=model,
-        args=args,
-        score=score_rewards,
-        train_dataset=pairs,
-        data_collator=PairCollator(pad_token_id=1),
-        processing_class=AutoTokenizer.from_pretrained(model_dir),
-        observer=Observer(StepCounter(), [], [recorder], TrainingProgress()),
-    )
-    return trainer, recorder
-
-
 def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
     keys = {"learning_rate": 3e-3, "max_steps": 60, "per_device_train_batch_size": 8, "warmup_steps": 5}
-    trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
+    trainer, recorder = make_reward_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
     trainer.train()
     last = recorder.train_logs[-5:]
     assert all(logs["rewards/accuracies"] == 1 for logs in last)
@@ -184,7 +149,7 @@ def test_reward_model_learns_preferred_token(tiny_model_dir, tmp_path):
 @pytest.mark.parametrize("mistake", ["one token early", "without the end", "swapped"])
 def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
     pairs = make_pairs(4)
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
+    trainer, _ = make_reward_trainer(tiny_model_dir, tmp_path, pairs)
     rows = [pairs[number] for number in range(4)]
     right = trainer.score_pairs(trainer.model.eval(), trainer.data_collator(rows)).losses
     if mistake == "without the end":
@@ -200,7 +165,7 @@ def test_wrong_score_position_changes_losses(tiny_model_dir, tmp_path, mistake):
 
 def test_reward_metrics_equal_scores_of_hidden_states(tiny_model_dir, tmp_path):
     pairs = make_pairs(5)
-    trainer, _ = make_trainer(tiny_model_dir, tmp_path, pairs)
+    trainer, _ = make_reward_trainer(tiny_model_dir, tmp_path, pairs)
     batch = trainer.data_collator([pairs[number] for number in range(5)])
     with torch.no_grad():
         scores = trainer.score_pairs(trainer.model.eval(), batch)

@@ -123,13 +123,18 @@ def test_batch_ramp_follows_planned_rows_and_learning_rates(tmp_path, tiny_token
     assert [step["loss"] for step in steps] == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize(("streaming", "stops"), [(False, (13, 17)), (True, (17,))])
+@pytest.mark.parametrize(("streaming", "stops"), [(False, (11, 13)), (True, (13,))])
 def test_resumed_run_is_bit_identical(tmp_path, tiny_tokenizer_dir, monkeypatch, streaming, stops):
-    # An epoch has about 13 steps: the run stops after the last step of the first epoch, and in the second.
-    keys = {"max_steps": 20, "gradient_accumulation_steps": 2}
+    # An epoch is 42 rows, 2 in step 1 and 4 in each later one: the run stops after the first epoch, or in the second.
+    write_documents(tmp_path / "documents.jsonl", 12)
+    keys = {"max_steps": 14, "gradient_accumulation_steps": 2}
     keys |= {"dataset_streaming": streaming, "batch_ramp_tokens": 600, "batch_ramp_start": 0.5}
     whole = build_config(tmp_path, tiny_tokenizer_dir, **keys)
     run_recipe(whole, monkeypatch)
+    if not streaming:
+        assert read_events(tmp_path / "out")[10]["num_tokens"] == 32 * 42
+        epochs = build_rows(whole, prepare_tokens(whole, pytest.fail), 1).epochs
+        assert epochs == {"documents": pytest.approx((2 + 13 * 4) / 42, rel=0.01)}
     for stop in stops:
         saving = {"output_dir": tmp_path / f"stopped-{stop}", "save_strategy": "steps", "save_steps": stop}
         config = build_config(tmp_path, tiny_tokenizer_dir, **keys, **saving)

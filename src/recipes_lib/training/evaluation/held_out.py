@@ -39,7 +39,7 @@ def share_rows(
     Raises:
         PreemptedError: A process received a stop request while training.
 
-    Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
+    Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_sharded.py``.
     """
     rank, world_size = get_rank(group), get_world_size(group)
     num_batches = math.ceil(num_rows / batch_size)
@@ -139,7 +139,7 @@ class EvaluateLoss(_HeldOutEvaluation):
         collate: Collator of rows, with unshifted ``labels``, ``int64 (B, T)``, negative where there is no target.
         byte_lengths: Bytes of each token's text, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
 
-    Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
+    Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_sharded.py``.
     """
 
     byte_lengths: Tensor | None = None

@@ -84,8 +84,9 @@ class RecipeTrainer(CheckpointingTrainer):
     """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
     A subclass defines the terms of its objective (``count_terms``) and their summed loss (``score_batch``), which is
-    divided by their number over all ranks and micro-batches of an optimizer step. It does not depend on gradient
-    accumulation (``tests/training/trainers/test_next_token_trainer.py``, ``tests/distributed/test_accumulation.py``).
+    divided by their number over all ranks and micro-batches of an optimizer step. It depends neither on gradient
+    accumulation (``tests/training/trainers/test_pair_trainer.py``) nor on the world size
+    (``tests/distributed/test_resumption.py``).
     """
 
     # compute_loss divides by the global number of terms: upstream must not divide by gradient_accumulation_steps.
