@@ -22,12 +22,12 @@ from recipes_lib.models.adapters.saved import find_shareable, iterate_weights
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[None, ["embed_tokens"]], ids=["low-rank", "with-embedding"])
-def trained(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """Base, adapter folder, and the logits of the model that was saved."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_model("tied", folder)
-    config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=request.param)
+    config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=["embed_tokens"])
     adapted = add_adapter(load_model(base), config, seed=0)
     train(adapted)
     adapted.save_pretrained(folder / "an adapter")
