@@ -7,7 +7,6 @@ import math
 import os
 import random
 import signal
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -132,23 +131,6 @@ def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path:
     assert np.array_equal(states[2], after[2])
     lock = run.path / "_lock"
     run_python(f"from recipes_lib.files import try_lock; assert try_lock(open({str(lock)!r}, 'a'), of_process=True)")
-
-
-def test_imports_of_a_run_draw_no_random_numbers_of_the_caller(keys: dict[str, Any], tmp_path: Path) -> None:
-    given = {**keys, "model_name_or_path": tmp_path / "empty"}
-    given["model_name_or_path"].mkdir()
-    source = """
-        import json, random, sys
-        from recipes_lib.api import train
-        from recipes_lib.errors import ConfigError
-        before = random.getstate()
-        try:
-            train("sft", json.loads(sys.argv[1]))
-        except ConfigError:
-            assert "torch" in sys.modules
-        assert random.getstate() == before
-    """
-    run_python(textwrap.dedent(source), json.dumps(given, default=str))
 
 
 def test_runs_of_two_threads_follow_each_other(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,11 +300,18 @@ def test_config_of_other_type_is_rejected() -> None:
     assert (problem.where, problem.found) == ("config", "is of type list")
 
 
-def test_first_check_and_training_print_no_warning_of_another_library(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_first_check_and_training_print_no_warning_of_another_library_and_draw_no_random_number(keys, tmp_path) -> None:
+    """Of the caller's, although the imports of some packages draw them, here those of every one."""
     values = {**keys, "output_dir": str(tmp_path / "run"), "max_steps": 1}
-    printed = run_python(
-        f"from recipes_lib import check, train; assert not check('sft', {values!r}); train('sft', {values!r})"
+    code = (
+        "import random, sys; from recipes_lib import check, train\n"
+        "assert check('sft', {}); before = random.getstate()\n"
+        "class Draw:\n    def find_spec(self, *_): random.random()\n"
+        "sys.meta_path.insert(0, Draw())\n"
+        f"assert not check('sft', {values!r}); assert random.getstate() == before\n"
+        f"train('sft', {values!r}); assert random.getstate() == before"
     )
+    printed = run_python(code)
     assert printed.startswith("done: "), printed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -11,9 +12,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.forked import run_python
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args
+from transformers.utils.logging import warning_once
 
 from recipes_lib.boundary import parse_or_exit, run_command
 from recipes_lib.errors import ConfigError, DataError, DivergedError, LostPeerError, PreemptedError, Problem
@@ -274,70 +280,67 @@ def test_plots_need_no_backend_of_a_notebook(monkeypatch: pytest.MonkeyPatch) ->
     run_python(code)
 
 
-def test_expected_warnings_of_libraries_are_suppressed() -> None:
-    code = (
-        "import logging, sys; from recipes_lib.boundary import run_command\n"
-        "def work():\n"
-        "    logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
-        "    for name, line in (('DeepSpeed', 'Setting accelerator to CPU. If you have GPU'),\n"
-        "                       ('transformers.trainer_utils', 'The tokenizer has new PAD/BOS/EOS tokens that')):\n"
-        "        logging.getLogger(name).warning(line); logging.getLogger(name).warning('another of ' + name)\n"
-        "run_command(work)"
-    )
-    assert run_python(code).splitlines() == ["another of DeepSpeed", "another of transformers.trainer_utils"]
+def use_gpt2() -> None:
+    """Without a mask and a loss: positions separate documents, and the loss head computes the loss."""
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=1, eos_token_id=1)
+    model = GPT2LMHeadModel(config)
+    model(torch.ones(1, 2, dtype=torch.int64))
+    assert model.loss_function
 
 
-def test_gpt2_is_not_warned_of_missing_mask_and_loss() -> None:
-    code = (
-        "import logging, sys, torch; from recipes_lib.boundary import run_command\n"
-        "from transformers import GPT2Config, GPT2LMHeadModel\n"
-        "logging.getLogger('transformers.modeling_utils').addHandler(logging.StreamHandler(sys.stdout))\n"
-        "def work():\n"
-        "    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=1, eos_token_id=1)\n"
-        "    model = GPT2LMHeadModel(config); model(torch.ones(1, 2, dtype=torch.int64)); model.loss_function\n"
-        "run_command(work)"
-    )
-    assert not run_python(code)
+def select_flash_attention() -> None:
+    """For weights in float32, which autocast reads in half precision."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **small, dtype=torch.float32))
+    model._flash_attn_import_error = lambda *_, **__: None
+    for version in (2, 3, 4):
+        model._flash_attn_can_dispatch(version, is_init_check=True)
 
 
-def test_float32_weights_under_autocast_are_not_warned_of() -> None:
-    code = (
-        "import torch; from recipes_lib.boundary import run_command\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "from transformers.modeling_utils import logger\n"
-        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
-        "LlamaForCausalLM._flash_attn_import_error = lambda *_, **_others: None\n"
-        "small = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=8, num_attention_heads=2)\n"
-        "model = LlamaForCausalLM(LlamaConfig(**small, dtype=torch.float32))\n"
-        "ask = lambda version: model._flash_attn_can_dispatch(version, is_init_check=True)\n"
-        "run_command(lambda: [ask(version) for version in (2, 3, 4)])"
-    )
-    assert not run_python(code)
+def resume_with_fractions_of_steps() -> None:
+    given = SimpleNamespace(logging_steps=0.1, per_device_train_batch_size=2, n_gpu=1)
+    compare_trainer_and_checkpoint_args(given, SimpleNamespace(logging_steps=3, train_batch_size=4))
 
 
-def test_resumed_run_with_fractions_of_steps_is_not_warned_of() -> None:
-    code = (
-        "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
-        "from transformers.trainer_utils import compare_trainer_and_checkpoint_args, logger\n"
-        "given = Named(logging_steps=0.1, per_device_train_batch_size=2, n_gpu=1)\n"
-        "saved = Named(logging_steps=3, train_batch_size=4)\n"
-        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
-        "run_command(lambda: compare_trainer_and_checkpoint_args(given, saved))"
-    )
-    assert not run_python(code)
+def resume_without_weights() -> None:
+    """Those of tied embeddings are stored once; others are missing."""
+    trainer = SimpleNamespace(model=SimpleNamespace(_keys_to_ignore_on_save=None))
+    for names in (["lm_head.weight"], ["model.norm.weight"], ["lm_head.weight", "model.norm.weight"]):
+        Trainer._issue_warnings_after_load(trainer, SimpleNamespace(missing_keys=names, unexpected_keys=[]))
 
 
-def test_resumed_run_with_tied_weights_is_not_warned_of() -> None:
-    code = (
-        "from types import SimpleNamespace as Named; from recipes_lib.boundary import run_command\n"
-        "from transformers.trainer import Trainer, logger\n"
-        "model = Named(_keys_to_ignore_on_save=None)\n"
-        "logger.handle = lambda one: logger.filter(one) and print(one.msg)\n"
-        "for names in (['lm_head.weight'], ['model.norm.weight'], ['lm_head.weight', 'model.norm.weight']):\n"
-        "    loaded = Named(missing_keys=names, unexpected_keys=[])\n"
-        "    run_command(lambda: Trainer._issue_warnings_after_load(Named(model=model), loaded))"
-    )
-    assert run_python(code).count("missing keys") == 2
+def log_other_lines() -> None:
+    for name, line in (
+        ("DeepSpeed", "Setting accelerator to CPU. If you have GPU"),
+        ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens that"),
+    ):
+        logging.getLogger(name).warning(line)
+        logging.getLogger(name).warning("another line")
+
+
+@pytest.mark.parametrize(
+    ("work", "num_lines", "num_shown"),
+    [
+        (use_gpt2, 2, 0),
+        (select_flash_attention, 3, 0),
+        (resume_with_fractions_of_steps, 1, 0),
+        (resume_without_weights, 3, 2),
+        (log_other_lines, 4, 2),
+    ],
+)
+def test_expected_warnings_of_libraries_are_suppressed(work, num_lines, num_shown, monkeypatch) -> None:
+    shown: list[str] = []
+    for name in ("DeepSpeed", *(f"transformers.{module}" for module in ("modeling_utils", "trainer", "trainer_utils"))):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "filters", [])
+        monkeypatch.setattr(
+            logger, "handle", lambda line, logger=logger: logger.filter(line) and shown.append(line.getMessage())
+        )
+    for run, number in ((lambda work: work(), num_lines), (run_command, num_shown)):
+        warning_once.cache_clear()
+        run(work)
+        assert len(shown) == number, shown
+        shown.clear()
 
 
 def test_system_exit_propagates() -> None:

@@ -86,13 +86,14 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
         loaded = _load(recipe, config, overrides)
     except ConfigError as error:
         return list(error.problems)
-    from rich.console import Console
+    with _ONE_RUN, _preserving_state():  # Entered twice, as in ``train``.
+        from rich.console import Console
 
-    from recipes_lib.commands.check import check as check_run
-    from recipes_lib.training.layouts.launch_environment import plan_launch
+        from recipes_lib.commands.check import check as check_run
+        from recipes_lib.training.layouts.launch_environment import plan_launch
 
-    with _ONE_RUN, _preserving_state():
-        return check_run(loaded, plan_launch(None), Console(quiet=True))
+        with _preserving_state():
+            return check_run(loaded, plan_launch(None), Console(quiet=True))
 
 
 def load_run(folder: str | Path) -> RunFiles:

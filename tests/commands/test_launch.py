@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from tests import forked
 from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -393,8 +394,7 @@ def test_several_processes_end_with_code_of_cause(tmp_path, ends, code, message)
         f"exec({ends}[int(os.environ['RANK'])])\n"
     )
     flags = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    command = [sys.executable, "-P", "-m", launching.__name__, *flags, str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = forked.Launch(launching.__name__, *flags, script).finish()
     assert done.returncode == code, done.stderr
     assert re.search(message, done.stderr)
     assert "Traceback" not in done.stderr

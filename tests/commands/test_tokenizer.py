@@ -62,18 +62,6 @@ def test_held_out_tail_is_not_trained_on(run, tmp_path):
     assert not any("zq" in token for token in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab())
 
 
-def test_command_is_deterministic(run, data, tmp_path):
-    command = (data, "--vocab_size", 350, "--chat_template", "chatml", "--output_dir")
-    assert "written to" in run(*command, tmp_path / "one")
-    (tmp_path / ".two.partial" / "of-a-killed-process").mkdir(parents=True)
-    run(*command, tmp_path / "two")
-    files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == files
-    for name in files:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_command_killed_in_measurement_runs_again(run, data, tmp_path):
     command = functools.partial(run, data, "--vocab_size", 350, "--output_dir", tmp_path / "out")
     kill_at_call(command, vocabulary, "measure_usage", 2)

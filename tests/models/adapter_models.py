@@ -16,6 +16,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from recipes_lib.config.schema import AdapterConfig
+from recipes_lib.models.adapters.lora import add_adapter
+
 SHAPE = tiny.sizes(16, 2, 2, vocab_size=64, num_key_value_heads=1, bos_token_id=1, eos_token_id=2)
 INPUT_IDS = torch.arange(3, 35)[None]
 
@@ -43,6 +46,16 @@ def save_model(kind: str, folder: Path) -> Path:
 def load_model(folder: Path, **options: Any) -> Any:
     """Load a saved model with plain transformers, in evaluation mode."""
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def adapt(model: PreTrainedModel) -> Any:
+    """Add low-rank matrices that change the model's outputs."""
+    adapted = add_adapter(model, AdapterConfig(use_peft=True, lora_r=4), seed=0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return adapted.eval()
 
 
 def compute_logits(model: Any) -> torch.Tensor:

@@ -291,15 +291,6 @@ def test_compiled_layers_are_eager_outside_of_training() -> None:
     assert len(graphs) == 1
 
 
-def test_random_states_can_be_restored_repeatedly() -> None:
-    restore = save_random_states()
-    draws = []
-    for _ in range(3):
-        restore()
-        draws.append(draw_from_every_rng())
-    assert len(set(draws)) == 1
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_preserve_training_state_restores_cuda_rng() -> None:

@@ -6,11 +6,9 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.planning.runs import build_config
-from torch.optim.lr_scheduler import LambdaLR
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ScheduleConfig
@@ -260,25 +258,6 @@ def test_stable_schedules_agree_until_decay_and_cosine_does_not():
     assert not agree_until(short, long, 82)
     assert not agree_until(build("cosine", 100), build("cosine", 150), WARMUP + 2)
     assert not agree_until(*(build("constant", length, warmup_steps=0.1) for length in (100, 150)), 1)
-
-
-def test_checkpoint_holds_rate_of_next_step_only():
-    """Therefore schedules must agree on one step more than a checkpoint has made."""
-    short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
-    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK) for _ in range(2)]
-    before, after = (LambdaLR(one, functools.partial(by)) for one, by in zip(optimizers, (short, long), strict=True))
-
-    def step(scheduler, number):
-        for _ in range(number):
-            scheduler.optimizer.step()
-            scheduler.step()
-
-    step(before, 81)
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    after.load_state_dict(before.state_dict())
-    assert optimizers[1].param_groups[0]["lr"] == PEAK * short(81) != PEAK * long(81)
-    step(after, 9)
-    assert after.get_last_lr() == pytest.approx([PEAK * long(90)])
 
 
 def test_schedule_survives_pickling():

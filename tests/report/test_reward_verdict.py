@@ -29,6 +29,14 @@ def make_pairs(num_pairs, seed=0):
     ]
 
 
+@pytest.fixture
+def failed(reward_model, tmp_path):
+    """Gates that a model with a random head fails; the run has ended, and its report is in ``tmp_path``."""
+    store_score_statistics(reward_model, make_pairs(12))
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
+    return write_reward_report(reward_model, make_pairs(12), tmp_path)
+
+
 def test_score_statistics_use_first_chosen_answers(reward_model, monkeypatch):
     monkeypatch.setattr(reward_report, "MAX_REFERENCE_ANSWERS", 3)
     store_score_statistics(reward_model, make_pairs(3) + make_pairs(9, seed=1))
@@ -43,27 +51,21 @@ def test_constant_scores_are_refused(reward_model):
         store_score_statistics(reward_model, make_pairs(4))
 
 
-def test_reward_report_round_trips_and_is_shown(reward_model, tmp_path):
-    store_score_statistics(reward_model, make_pairs(12))
-    failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
+def test_reward_report_round_trips_and_is_shown(reward_model, failed, tmp_path):
     verdict = read_reward_report(tmp_path)
     assert failed
     assert verdict["failed_gates"] == failed
     assert verdict["may_serve_ppo"] is False
     assert verdict["num_pairs"] == 12
     assert verdict["scale"]["mean"] == reward_model.model.config.reward_mean
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
     page = build_report(tmp_path).read_text()
     assert "Ready for RL" in page
     assert "Before it may serve PPO: accuracy" in page
     assert (tmp_path / "report" / "reliability.png").exists()
 
 
-@pytest.mark.usefixtures("figures")
-def test_page_has_every_figure_of_the_documentation(reward_model, tmp_path):
-    store_score_statistics(reward_model, make_pairs(12))
-    write_reward_report(reward_model, make_pairs(12), tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
+@pytest.mark.usefixtures("figures", "failed")
+def test_page_has_every_figure_of_the_documentation(tmp_path):
     page = build_report(tmp_path).read_text()
     section = (ROOT / "docs" / "reward.md").read_text().partition("### The report")[2].partition("### The gates")[0]
     rows = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
@@ -81,12 +83,9 @@ def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):
 
 @pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("changes", [{"ece": None}, {"length": []}, {"reliability": [{}]}, {"histogram": {"edges": 3}}])
-def test_page_renders_reward_report_with_invalid_fields(reward_model, tmp_path, changes):
-    store_score_statistics(reward_model, make_pairs(12))
-    failed = write_reward_report(reward_model, make_pairs(12), tmp_path)
+def test_page_renders_reward_report_with_invalid_fields(failed, tmp_path, changes):
     verdict = json.loads((tmp_path / REWARD_FILE).read_text()) | changes
     (tmp_path / REWARD_FILE).write_text(json.dumps(verdict))
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
     assert failed
     assert "Before it may serve PPO: accuracy" in build_report(tmp_path).read_text()
 

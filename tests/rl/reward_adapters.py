@@ -1,4 +1,4 @@
-"""Reward models of the keys task with random heads: a separate model, and an adapter."""
+"""Reward model of the keys task as an adapter, with a random head."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.models.adapters.lora import add_adapter
-
-
-def write_reward_model(policy_dir: Path, folder: Path) -> Path:
-    """Write a reward model without statistics, with the weights of the policy."""
-    torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(folder)
-    return folder
 
 
 def write_reward_adapter(policy_dir: Path, folder: Path) -> Path:

@@ -39,6 +39,13 @@ ADAPTERS = {"use_peft": True, "learning_rate": 2e-3, "critic_learning_rate": 2e-
 SECOND = {"reward_funcs": "[tests.rl.keys_task:score_second_key]"}
 
 
+@pytest.fixture(scope="module")
+def small_policy(tmp_path_factory):
+    """A policy of one narrow layer, which scores below 0.35."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=60, **sizes)
+
+
 @pytest.fixture
 def run_a(fine_tuned, tmp_path):
     """Train, by default for sixty iterations; return mean score and finish rate of the last five."""
@@ -101,15 +108,14 @@ def is_optimal(distance, kl_error, start):
     return distance < 0.05 and kl_error < 0.03
 
 
-def test_ppo_learns_rewarded_key(run_a, policy_dir):
-    """Twenty iterations from a policy that scores below 0.35."""
-    score, finished = run_a(0, policy_dir, max_steps=80, learning_rate=2e-3, critic_learning_rate=2e-3)
+def test_ppo_learns_rewarded_key(run_a, small_policy):
+    score, finished = run_a(0, small_policy, max_steps=80, learning_rate=2e-3, critic_learning_rate=2e-3)
     assert score >= 0.75
     assert finished >= 0.95
 
 
-def test_ppo_converges_to_kl_optimum(run_b, policy_dir):
-    assert is_optimal(*run_b(0, policy_dir, max_steps=220, learning_rate=1e-3, critic_learning_rate=1e-3))
+def test_ppo_converges_to_kl_optimum(run_b, small_policy):
+    assert is_optimal(*run_b(0, small_policy, max_steps=220, learning_rate=1e-3, critic_learning_rate=1e-3))
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import torch
 from tests.live_tensors import LiveTensors
 from tests.models.test_generation import build_sampling
 from tests.rl import keys_task
-from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
+from tests.rl.reward_adapters import write_reward_adapter
+from tests.rl.reward_models import write_reward_model
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig
 
@@ -38,7 +39,7 @@ def configure(policy_dir, prompts_file, tmp_path):
         if name == "adapters_shared_reward":
             write_reward_adapter(policy_dir, reward)
         else:
-            write_reward_model(policy_dir, reward)
+            write_reward_model(reward, policy_dir)
         keys = {**ROWS, **LAYOUTS[name], "reward_model_name_or_path": reward, **keys}
         return load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
 

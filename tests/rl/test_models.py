@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 from tests.rl import keys_task
-from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
+from tests.rl.reward_adapters import write_reward_adapter
+from tests.rl.reward_models import write_reward_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -36,7 +37,7 @@ def load(policy_dir, prompts_file, tmp_path):
 
 @pytest.fixture
 def reward_model_dir(policy_dir, tmp_path):
-    folder = write_reward_model(policy_dir, tmp_path / "reward_model")
+    folder = write_reward_model(tmp_path / "reward_model", policy_dir)
     return folder, AutoModelForSequenceClassification.from_pretrained(folder)
 
 

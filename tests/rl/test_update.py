@@ -73,6 +73,15 @@ def capture_gradients(monkeypatch):
     return gradients
 
 
+@contextlib.contextmanager
+def raising_before_update(learner, words):
+    """Expect the end of a run whose weights are as before."""
+    before = [p.clone() for p in learner.parameters.values()]
+    with pytest.raises(DivergedError, match=words):
+        yield
+    assert all(torch.equal(one, p) for one, p in zip(before, learner.parameters.values(), strict=True))
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_importance_weight_uses_sampling_policy_not_current_policy(build, monkeypatch, factor):
     """An engine that agrees with the sampling policy gives weight 1, however far the current policy has moved."""
@@ -240,13 +249,9 @@ def test_target_kl_threshold_is_one_and_a_half_times_target(build, multiple, num
 
 def test_other_policy_than_sampled_raises_before_update(build):
     updater, rollout = build(ONE_STEP)
-    before = [p.clone() for p in updater.learners["policy"].parameters.values()]
     wrong = dataclasses.replace(rollout, logps=rollout.logps - 0.1 * rollout.mask)
-    with pytest.raises(DivergedError, match="before the first update"):
+    with raising_before_update(updater.learners["policy"], "before the first update"):
         updater.update_policy(wrong, 0)
-    assert all(
-        torch.equal(one, p) for one, p in zip(before, updater.learners["policy"].parameters.values(), strict=True)
-    )
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 0.0])
@@ -264,13 +269,10 @@ def test_gradients_are_clipped_to_max_grad_norm_unless_it_is_0(build, max_norm):
 def test_non_finite_gradient_raises_before_update(build, tmp_path):
     updater, rollout = build(ONE_STEP)
     assert rollout.returns is not None
-    before = [p.clone() for p in updater.learners["critic"].parameters.values()]
-    next(iter(updater.learners["critic"].parameters.values())).register_hook(lambda grad: grad * float("nan"))
-    with pytest.raises(DivergedError, match=r"step 3 was stopped before its update of the critic: on rank 0 the grad"):
+    critic = updater.learners["critic"]
+    next(iter(critic.parameters.values())).register_hook(lambda grad: grad * float("nan"))
+    with raising_before_update(critic, "step 3 was stopped before its update of the critic: on rank 0 the grad"):
         updater.update_critic(rollout, 2)
-    assert all(
-        torch.equal(one, p) for one, p in zip(before, updater.learners["critic"].parameters.values(), strict=True)
-    )
     facts = json.loads((tmp_path / "diverged" / "step-3" / "rank-0.json").read_text())
     # Checked before clipping, which would make all gradients non-finite.
     assert len(facts["non_finite_gradients"]) == 1
@@ -281,13 +283,9 @@ def test_non_finite_loss_raises_with_dump_of_its_answers(build, tmp_path):
     updater, rollout = build(ONE_STEP, batch_size=2)
     advantages = rollout.advantages.clone()
     advantages[3, 0] = float("inf")
-    before = [p.clone() for p in updater.learners["policy"].parameters.values()]
     words = r"before its update of the policy: the loss of micro-batch \d of rank 0 is "
-    with pytest.raises(DivergedError, match=words):
+    with raising_before_update(updater.learners["policy"], words):
         updater.update_policy(dataclasses.replace(rollout, advantages=advantages), 0)
-    assert all(
-        torch.equal(one, p) for one, p in zip(before, updater.learners["policy"].parameters.values(), strict=True)
-    )
     folder = tmp_path / "diverged" / "step-1"
     facts = json.loads((folder / "rank-0.json").read_text())
     (bad,) = facts["bad_micro_batches"]

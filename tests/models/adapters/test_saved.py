@@ -1,4 +1,4 @@
-"""Loading of saved adapters on the base they were trained on, and refusals with the reason."""
+"""Loading of saved adapters on their base, refusals with the reason, and merging weight by weight."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tests.models.adapter_models import compute_logits, load_model, save_model, train
+from tests.models.adapter_models import adapt, build_model, compute_logits, load_model, save_model, train
 from transformers import LlamaForSequenceClassification
 
 from recipes_lib.config.schema import AdapterConfig
@@ -22,12 +22,12 @@ from recipes_lib.models.adapters.saved import find_shareable, iterate_weights
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.fixture(scope="module", params=[None, ["embed_tokens"]], ids=["low-rank", "with-embedding"])
-def trained(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """Base, adapter folder, and the logits of the model that was saved."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_model("tied", folder)
-    config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=request.param)
+    config = AdapterConfig(use_peft=True, lora_r=4, lora_dropout=0.5, lora_modules_to_save=["embed_tokens"])
     adapted = add_adapter(load_model(base), config, seed=0)
     train(adapted)
     adapted.save_pretrained(folder / "an adapter")
@@ -198,7 +198,24 @@ def test_adapter_of_plain_peft_is_loaded_and_merged_with_equal_logits(tmp_path, 
     if "modules_to_save" not in options:
         other.load_state_dict(dict(iterate_weights(adapted)))
         torch.testing.assert_close(compute_logits(other), logits, rtol=0, atol=1e-4)
+        assert torch.equal(compute_logits(adapted), logits), "the base is also the reference model"
     torch.testing.assert_close(compute_logits(adapted.merge_and_unload()), logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_merged_weights_are_yielded_once_and_can_be_filtered_by_name(kind, is_adapted):
+    model = build_model(kind)
+    expected = [(name, value.shape) for name, value in model.named_parameters()]
+    streamed = adapt(model) if is_adapted else model
+    assert [(name, tensor.shape) for name, tensor in iterate_weights(streamed)] == expected
+    assert [name for name, _ in iterate_weights(streamed, {"model.norm.weight"})] == ["model.norm.weight"]
+
+
+def test_trainable_tokens_are_refused_by_merging():
+    settings = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
+    with pytest.raises(ValueError, match="fully trained modules or tokens"):
+        dict(iterate_weights(peft.get_peft_model(build_model("llama"), settings)))
 
 
 @pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])

@@ -121,19 +121,14 @@ def make_documents(seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_packed_document_has_logits_of_unpacked_document(name: str, kernel: str) -> None:
+def test_packed_document_has_logits_of_unpacked_one_whatever_the_others_are(name: str, kernel: str) -> None:
     model, documents = make_model(CONFIGS[name], kernel), make_documents()
     reference = make_model(CONFIGS[name], "eager")
-    for packed, document in zip(compute_document_logits(model, kernel, *documents), documents, strict=True):
+    before = compute_document_logits(model, kernel, *documents)
+    for packed, document in zip(before, documents, strict=True):
         with torch.no_grad():
             alone = reference(input_ids=document[None], use_cache=False).logits[0]
         torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_changed_document_leaves_other_documents_unchanged(name: str, kernel: str) -> None:
-    model, documents = make_model(CONFIGS[name], kernel), make_documents()
-    before = compute_document_logits(model, kernel, *documents)
     for index, replacement in enumerate(make_documents(seed=1)):
         after = compute_document_logits(model, kernel, *documents[:index], replacement, *documents[index + 1 :])
         # An expert multiplies its tokens of all documents at once: another document changes the shape of the product.
@@ -141,13 +136,8 @@ def test_changed_document_leaves_other_documents_unchanged(name: str, kernel: st
         gaps = [float((left - right).abs().max()) for left, right in zip(before, after, strict=True)]
         unchanged = [gap <= rounding for gap in gaps]
         assert unchanged == [other != index for other in range(len(documents))]
-
-
-@pytest.mark.parametrize(("name", "kernel"), PAIRS)
-def test_verify_isolation_accepts_isolating_kernels(name: str, kernel: str) -> None:
-    model = make_model(CONFIGS[name], kernel).train()
     state = torch.get_rng_state()
-    verify_isolation(model, LAYOUTS[kernel])
+    verify_isolation(model.train(), LAYOUTS[kernel])
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
 

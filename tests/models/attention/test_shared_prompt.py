@@ -198,6 +198,11 @@ def test_states_scores_and_gradients_equal_separate_answers(config: PreTrainedCo
     expected = compute_gradients(model, apart)
     assert all(gradient.abs().sum() > 0 for gradient in expected.values())
     torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
+    state = torch.get_rng_state()
+    assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
+    assert prove_shared_prompt(model.train()) is None
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +217,6 @@ def test_layouts_of_pairs_have_equal_scores(layout: Any, kernel: str, packing: b
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
     expected = compute_gradients(model, apart)
     torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("config", "kernel"), CASES)
-def test_shared_prompt_is_proved_for_supported_architectures(config: PreTrainedConfig, kernel: str) -> None:
-    model = make_model(config, kernel).train()
-    state = torch.get_rng_state()
-    assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
-    assert prove_shared_prompt(model) is None
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_shared_prompt_is_proved_for_reward_model_and_half_precision() -> None:

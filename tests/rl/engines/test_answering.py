@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.rl import keys_task
-from tests.rl.reward_adapters import write_reward_model
+from tests.rl.reward_models import write_reward_model
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
@@ -35,7 +35,7 @@ def build(policy_dir, prompts_file, tmp_path):
 
 def test_reward_model_with_too_few_positions_raises(build, policy_dir, tmp_path):
     reward_model = {
-        "reward_model_name_or_path": write_reward_model(policy_dir, tmp_path / "reward"),
+        "reward_model_name_or_path": write_reward_model(tmp_path / "reward", policy_dir),
         "reward_funcs": "null",
     }
     _, prompts = build(**reward_model)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models.adapters.test_merged_weights import adapt, build_model
+from tests.models.adapter_models import adapt, build_model
 from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import MixtralConfig, MixtralForCausalLM

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from tests.models.adapters.test_merged_weights import adapt
+from tests.models.adapter_models import adapt
 from tests.models.test_generation import PROMPTS, build_sampling, draw, measure_gap
 from tests.rl import keys_task
 from tests.rl.test_rollout import build_policy

@@ -225,7 +225,7 @@ def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterato
     Raises:
         ValueError: The adapter is on bare parameters, has fully trained modules, whose names differ, or biases of B.
 
-    Source: ``trl.generation.VLLMGeneration``; ``tests/models/adapters/test_merged_weights.py``.
+    Source: ``trl.generation.VLLMGeneration``; ``tests/models/adapters/test_saved.py``.
     """
     layers = dict(unwrap_adapter(model).named_modules())
     for name, parameter in _base_parameters(model):
