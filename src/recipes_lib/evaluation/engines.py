@@ -323,8 +323,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         """
         given = options["pretrained"]
         with nullcontext() if isinstance(given, str) else temporarily(given, tie_weights=_leave_ties):
-            # lm-eval 0.4.13 would round log-probabilities of answers to bf16, 8 bits: -181.6 and -182.4 would be a tie.
-            super().__init__(**options, softmax_dtype=torch.float32)
+            super().__init__(**options)
         # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
@@ -485,10 +484,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         def answer(requests: Sequence[Any]) -> Any:
             for request in requests:
                 _verify_room(self.lm, request.args)
-            # lm-eval 0.4.13 would also predict the start token of a whole text, from itself.
-            changes = {"add_bos_token": False} if name == "loglikelihood_rolling" else {}
             try:
-                with temporarily(self.lm, asked=requests, **changes):
+                with temporarily(self.lm, asked=requests):
                     return method(requests)
             except UserError:
                 raise
@@ -500,7 +497,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
 
 
 def _open(path: Path) -> Any:
-    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads)
+    # By default, each stored answer formats the stack of its caller, for a log line of an SQL error.
+    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, outer_stack=False)
 
 
 def _encode(answer: Any) -> str:
