@@ -30,6 +30,7 @@ def test_missing_model_is_the_only_problem(parse) -> None:
         (MINIMAL.replace("[core]", "[]"), "`tasks` is empty"),
         (f"{MINIMAL}output_dir: o\n".replace("a/b", "a/b/c"), "neither an existing path nor a Hub id: 'a/b/c'"),
         (f"{MINIMAL}output_dir: o\ntokenizer_name_or_path: ./gone\n", "does not exist: './gone'"),
+        (f"{MINIMAL}output_dir: o\ntrust_remote_code: true\ntokenizer_name_or_path: c/d\n", "run code of c/d"),
         (f"{MINIMAL}limit: 0\n", "`limit` is 0"),
         (f"{MINIMAL}include_path: [gone]\n", "no folder 'gone'"),
         ("tasks: [core]\nmodel_name_or_path: ./gone\n", "does not exist: './gone'"),

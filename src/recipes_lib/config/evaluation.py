@@ -117,6 +117,9 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
         if self.tokenizer_name_or_path is not None:
             where = settings.where("tokenizer_name_or_path")
             yield from check_reference(where, "tokenizer_name_or_path", self.tokenizer_name_or_path)
+            if self.trust_remote_code and not is_local(self.tokenizer_name_or_path):
+                found = f"`trust_remote_code` would run code of {self.tokenizer_name_or_path}, which may change"
+                yield Problem(where, found, "download the commit that you have reviewed, and name its folder")
         if name and self.output_dir is None and (self.base_url is not None or not is_local(name)):
             yield settings.problem(
                 "output_dir", "the model has no folder here for the results", "write output_dir: ..."

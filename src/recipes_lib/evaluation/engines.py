@@ -107,8 +107,7 @@ def _build_endpoint(config: EvalConfig) -> Any:
     with suppress(ConfigError):  # The folder may contain a tokenizer only.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=tokenizer))
     options |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface", "add_bos_token": True}
-    # No code of the Hub: `model_revision` pins that of a model, and not of this tokenizer.
-    options["trust_remote_code"] = config.trust_remote_code and Path(str(config.tokenizer_name_or_path)).is_dir()
+    options["trust_remote_code"] = config.trust_remote_code
     with explained("tokenizer_name_or_path", str(config.tokenizer_name_or_path)):
         client = _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
     _drop_suffix(client.tokenizer)
