@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
     Trainings are so short that the collections of accelerate take a tenth of their time; automatic ones suffice.
     """
     gc.freeze()
-    # By encoding in this process, which would return all imported modules to the collector.
+    # Encoding rows in this process ends with it, and it would return the imported modules to the collector.
     gc.unfreeze = lambda: None
     gc.enable()
     memory.gc = SimpleNamespace(collect=lambda: 0)
