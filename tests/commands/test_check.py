@@ -94,11 +94,15 @@ def test_invalid_rows_do_not_hide_other_problems(chats, tiny_model_dir, tmp_path
 def test_kernels_of_gpus_are_a_warning_without_one_unless_the_model_lacks_them(
     chats, tiny_model_dir, tmp_path, monkeypatch, kernel
 ):
-    """A recipe for GPUs can be checked on a laptop, which has neither a GPU nor the kernel's package."""
+    """A recipe for GPUs can be checked on a laptop, which has neither a GPU nor bfloat16 nor the kernel's package."""
+    monkeypatch.setattr("recipes_lib.training.trainers.arguments.supports_bf16", lambda **_: False)
     argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation=kernel)
-    problems, text = run_check(argv)
-    assert not problems
-    assert f"warning: attn_implementation: {kernel} is for GPUs, and this machine has none" in text
+    for keys in ([], ["--bf16=false", "--dtype=bfloat16"]):
+        problems, text = run_check([*argv, *keys])
+        assert not problems
+        assert f"warning: attn_implementation: {kernel} is for GPUs, and this machine has none" in text
+    problems, _ = run_check([*argv, "--bf16=false"])
+    assert [problem.found for problem in problems] == [f"{kernel} needs bf16 or fp16"]
     monkeypatch.setattr("transformers.LlamaForCausalLM._supports_flash_attn", False)
     problems, _ = run_check(argv)
     assert [problem.found for problem in problems] == [f"{kernel} is not supported for llama models by transformers"]

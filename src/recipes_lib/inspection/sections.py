@@ -257,6 +257,7 @@ class Inspection(ABC):
         import torch
 
         from recipes_lib.models.attention.kernels import ABSENT, FLASH_IS_INSTALLED, choose_kernel, find_refusals
+        from recipes_lib.planning.devices import choose_compute_dtype
         from recipes_lib.training.optim.compilation import choose_compilation, verify_compiler
         from recipes_lib.training.trainers.arguments import resolve_precision
 
@@ -264,20 +265,23 @@ class Inspection(ABC):
         with warned_without_gpu(report):
             verify_compiler(compilation, self.launch)
         precision = resolve_precision(self.config, self.launch.precision)
-        compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
+        # Under fp8, the products without 8-bit operands are in bf16.
+        resolved = {"bf16": precision["bf16"] or self.launch.precision == "fp8", "fp16": precision["fp16"]}
+        compute_dtype = choose_compute_dtype(self.config.with_training(resolved))
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
         assert device is not None  # Without an accelerator, `use_cpu` is set.
         products = str(compute_dtype).removeprefix("torch.")
         report(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
         requested = self.config.model.attn_implementation
         if requested and requested in FLASH_IS_INSTALLED and device.type == "cpu" and not self.config.read("use_cpu"):
-            gpu = torch.device("cuda")
-            refusal = find_refusals(self.model_config.get_text_config(), gpu, compute_dtype)[requested]
+            gpu, gpu_dtype = torch.device("cuda"), choose_compute_dtype(self.config)
+            refusal = find_refusals(self.model_config.get_text_config(), gpu, gpu_dtype)[requested]
             if refusal is None or refusal.startswith(ABSENT):
                 report(f"warning: attn_implementation: {requested} is for GPUs, and this machine has none")
                 requested = None
             else:
-                device = gpu  # The model's reason not to support it, rather than this machine's.
+                # The reason of the model or the precision not to support it, rather than this machine's.
+                device, compute_dtype = gpu, gpu_dtype
         attention = choose_kernel(
             self.model_config,
             requested,

@@ -149,7 +149,7 @@ def verify_peak(device: Device, config: RecipeConfig) -> None:
     Raises:
         ConfigError: Its peak in this dtype is unknown.
     """
-    dtype = _choose_compute_dtype(config)
+    dtype = choose_compute_dtype(config)
     if peak_flops(device.name, dtype) is not None:
         return
     remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB"
@@ -161,7 +161,8 @@ def verify_peak(device: Device, config: RecipeConfig) -> None:
     raise ConfigError(Problem("--gpu", found, remedy))
 
 
-def _choose_compute_dtype(config: RecipeConfig) -> torch.dtype:
+def choose_compute_dtype(config: RecipeConfig) -> torch.dtype:
+    """Return the dtype of matrix products on a device that supports it: by default bfloat16."""
     if config.training.get("fp16"):
         return torch.float16
     if config.training.get("bf16") is not False:
