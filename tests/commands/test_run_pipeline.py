@@ -12,7 +12,7 @@ from tests.forked import ROOT
 from transformers import LlamaConfig
 
 from recipes_lib import cli
-from recipes_lib.commands.run_pipeline import describe, plan_stages
+from recipes_lib.commands.run_pipeline import describe, find_slots, plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.pipelines.pipeline import load_pipeline
@@ -397,7 +397,7 @@ def test_keys_of_late_stages_are_checked_before_the_first_starts(tmp_path, monke
 
 def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     started: list[tuple[Path, Path]] = []
-    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments: started.append(arguments) or 3)
+    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *arguments, **_: started.append(arguments) or 3)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo"]) == 3
     ((file, output_dir),) = started
@@ -410,3 +410,14 @@ def test_demo_runs_shipped_pipeline_in_any_folder(tmp_path: Path, monkeypatch: p
     assert "pip install 'recipes-lib[corpus,eval]'" in capsys.readouterr().err
     assert len(started) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_stages_at_the_same_time_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 2)
+    assert find_slots(1, {}) == [{}]
+    assert find_slots(2, {}) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert find_slots(2, {"CUDA_VISIBLE_DEVICES": "3,GPU-5"})[1] == {"CUDA_VISIBLE_DEVICES": "GPU-5"}
+    with pytest.raises(ConfigError, match=r"--jobs: 3 stages at the same time, where torch finds 2 GPUs"):
+        find_slots(3, {})
+    monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 0)
+    assert find_slots(3, {}) == [{}, {}, {}]

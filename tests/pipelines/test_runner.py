@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.forked import Launch
@@ -26,7 +24,6 @@ from recipes_lib.pipelines.runner import (
     find_done,
     list_figures,
     read_state,
-    run_child,
     run_pipeline,
 )
 
@@ -250,12 +247,12 @@ def test_output_of_command_that_cannot_resume_is_renamed(status, is_renamed, tmp
     pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
     output = tmp_path / "out" / "a"
 
-    def merge(*_: object) -> int:
+    def merge(*_: object) -> None:
         output.mkdir(parents=True)
         (output / "model.safetensors").write_text("weights")
-        return 0
 
-    monkeypatch.setattr("recipes_lib.pipelines.runner.run_child", merge)
+    monkeypatch.setattr(runner.Children, "start", merge)
+    monkeypatch.setattr(runner.Children, "wait", lambda _: ("a", 0))
     run_pipeline(pipeline, pipeline.stages, lambda _: None)
     record = json.loads((tmp_path / "out" / "pipeline.json").read_text())
     record["stages"]["a"]["status"] = status
@@ -354,14 +351,82 @@ def test_sigterm_stops_pipeline_after_stage_that_ignores_it(project: Project) ->
     assert project.log == ["a", "b", "c"]
 
 
-def test_stage_that_has_finished_despite_ctrl_c_is_done(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("recipes_lib.pipelines.runner._wait", lambda process: (process.wait(), True))
-        with pytest.raises(PreemptedError):
-            project.go()
-    assert project.read_status() == {"a": "done"}
-    assert project.go() == 0
-    assert project.log == ["a", "b", "c"]
+@pytest.mark.parametrize(("code", "error", "status"), [(0, PreemptedError, "done"), (75, KeyboardInterrupt, "stopped")])
+def test_ctrl_c_ends_pipeline_after_the_stage_that_runs(project, code, error, status, monkeypatch) -> None:
+    wait = runner.Children.wait
+
+    def interrupt(children: runner.Children) -> tuple[str, int | None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return wait(children)
+
+    monkeypatch.setattr(runner.Children, "wait", interrupt)
+    (project.folder / "work.sh").write_text(f"exit {code}")
+    with pytest.raises(error):
+        project.go()
+    assert project.read_status() == {"a": status}
+
+
+def load_scripts(folder: Path, **scripts: str) -> Pipeline:
+    """Return a pipeline of shell scripts without dependencies, but for ``c``, which needs ``a`` and ``b``."""
+    entries = {name: {"run": ["sh", "-c", script]} for name, script in scripts.items()}
+    stages = {name: entry | ({"needs": ["a", "b"]} if name == "c" else {}) for name, entry in entries.items()}
+    (folder / "p.yaml").write_text(json.dumps({"stages": stages}))
+    return load_pipeline(folder / "p.yaml", str(folder / "out"))
+
+
+TWO = ({"SLOT": "0"}, {"SLOT": "1"})
+
+
+def test_independent_stages_run_at_the_same_time_in_their_slots(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")  # Opened by neither before the other one runs.
+    write, read = f"echo a$SLOT > {fifo}", f"read other < {fifo}; echo $other b$SLOT > {tmp_path}/log"
+    pipeline = load_scripts(tmp_path, a=write, b=read, c=f"cat {tmp_path}/log")
+    assert run_pipeline(pipeline, pipeline.stages, lambda _: None, slots=TWO) == 0
+    assert sorted((tmp_path / "log").read_text().split()) in (["a0", "b1"], ["a1", "b0"])
+    assert find_done(pipeline) == {"a", "b", "c"}
+
+
+def test_stages_continue_after_the_failure_of_another_and_none_is_started(tmp_path: Path) -> None:
+    waits = f"until grep -q failed {tmp_path}/out/pipeline.json; do sleep 0.01; done"
+    pipeline = load_scripts(tmp_path, a="exit 3", b=f"{waits}; exit 4", d="true")
+    assert run_pipeline(pipeline, pipeline.stages, lambda _: None, slots=TWO) == 3
+    entries = read_state(tmp_path / "out" / "pipeline.json")
+    assert {name: entry["code"] for name, entry in entries.items()} == {"a": 3, "b": 4}
+
+
+def test_stage_continues_when_another_cannot_be_started(tmp_path: Path) -> None:
+    pipeline = load_scripts(tmp_path, a="true", b="true")
+    stages = [pipeline.stages[0], replace(pipeline.stages[1], words=["no-such-program"])]
+    with pytest.raises(ConfigError, match="there is no program"):
+        run_pipeline(pipeline, stages, lambda _: None, slots=TWO)
+    entries = read_state(tmp_path / "out" / "pipeline.json")
+    assert {name: entry["status"] for name, entry in entries.items()} == {"a": "done", "b": "stopped"}
+
+
+def test_sigterm_reaches_all_stages_that_run(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    ends = "trap 'exit 75' TERM"
+    pipeline = load_scripts(
+        tmp_path,
+        a=f"{ends}; echo > {fifo}; while :; do sleep 0.01; done",
+        b=f"{ends}; read _ < {fifo}; kill -TERM {os.getpid()}; while :; do sleep 0.01; done",
+    )
+    assert run_pipeline(pipeline, pipeline.stages, lambda _: None, slots=TWO) == EXIT_PREEMPTED
+    assert {entry["status"] for entry in read_state(tmp_path / "out" / "pipeline.json").values()} == {"stopped"}
+
+
+def test_stage_with_launch_file_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, log, running = load_scripts(tmp_path, a="", b="", c="", d=""), list[str](), list[str]()
+
+    def start(_: object, name: str, words: list[str], environment: dict[str, str]) -> None:
+        running.append(name)
+        log.append(f"{'+'.join(running)} {environment.get('SLOT', '-')}")
+
+    monkeypatch.setattr(runner.Children, "start", start)
+    monkeypatch.setattr(runner.Children, "wait", lambda _: (running.pop(0), 0))
+    a, b, *others = pipeline.stages
+    assert run_pipeline(pipeline, [a, replace(b, launch="ddp"), *others], lambda _: None, slots=TWO) == 0
+    assert log == ["a 1", "a+d 0", "b -", "c 0"]
 
 
 def test_hangup_is_ignored_under_nohup(project: Project) -> None:
@@ -396,30 +461,6 @@ def test_stage_that_survives_killed_pipeline_is_not_started_again(project: Proje
             project.go()
     finally:
         shutil.rmtree(waits)
-
-
-def test_sigterm_during_start_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    popen, previous = subprocess.Popen, signal.signal(signal.SIGTERM, lambda *_: pytest.fail("not forwarded"))
-
-    def start(*arguments: Any, **options: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return popen(*arguments, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    try:
-        assert run_child(["sleep", "60"], {}) == EXIT_PREEMPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
-    script = tmp_path / "script"
-    script.write_text("echo")
-    script.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"script: cannot be started: Exec format error\n    name its interpreter"):
-        run_child([str(script)], {})
-    with pytest.raises(ConfigError, match="cannot be started: embedded null byte"):
-        run_child(["echo", "\0"], {})
 
 
 def test_files_written_by_an_earlier_stage_are_no_change(tmp_path: Path) -> None:

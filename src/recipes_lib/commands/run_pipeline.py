@@ -25,11 +25,14 @@ from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, MissingPath, Problem, UserError, suggest, verify_extra
 from recipes_lib.files import parse_number
+from recipes_lib.pipelines.children import find_program
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
-from recipes_lib.pipelines.runner import STATE_FILE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.pipelines.runner import STATE_FILE, list_figures, read_state, run_pipeline
+from recipes_lib.processes import count_cores
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
+from recipes_lib.training.layouts.launch_environment import read_environment
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
@@ -81,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         lambda line: sys.stdout.write(f"\n{line}\n"),
         on_change=lambda: write_overview(pipeline.output_dir),
         launcher=options.launcher,
+        slots=find_slots(options.jobs, read_environment()),
     )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code
@@ -98,7 +102,27 @@ def demo(argv: Sequence[str]) -> int:
     verify_extra("recipes demo", ",".join(_EXTRAS), *chain.from_iterable(_EXTRAS.values()))
     from recipes_lib.demo.walkthrough import run_demo  # Imports torch, which `--help` does not need.
 
-    return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)
+    file = find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve()
+    return run_demo(file, options.output_dir, num_jobs=min(2, count_cores()))
+
+
+def find_slots(num_jobs: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the environment variables of each of the stages that may run at the same time: its GPU, if there are any.
+
+    Raises:
+        ConfigError: There are fewer GPUs than stages.
+    """
+    if num_jobs == 1:
+        return [{}]
+    from recipes_lib.hardware import count_accelerators
+
+    num_gpus = count_accelerators()
+    if 0 < num_gpus < num_jobs:
+        found = f"{num_jobs} stages at the same time, where torch finds {pluralize(num_gpus, 'GPU')}"
+        raise ConfigError(Problem("--jobs", found, f"write at most {num_gpus}"))
+    names = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) >= num_gpus and names[0] else list(map(str, range(num_gpus)))
+    return [{"CUDA_VISIBLE_DEVICES": names[job]} if num_gpus else {} for job in range(num_jobs)]
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -124,12 +124,13 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
         }
 
 
-def run_demo(file: Path, output_dir: Path) -> int:
+def run_demo(file: Path, output_dir: Path, num_jobs: int = 1) -> int:
     """Write the data, run all stages and print the results; return the exit code of the first stage that fails.
 
     Args:
         file: The pipeline file.
         output_dir: Folder of all outputs.
+        num_jobs: Stages that may run at the same time, each on one core.
 
     Raises:
         ConfigError: ``output_dir`` cannot be written.
@@ -143,7 +144,7 @@ def run_demo(file: Path, output_dir: Path) -> int:
         console.print(f"\nat {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
     pipeline = load_pipeline(file)
-    console.print("From your Python's sources to a small assistant: about ten minutes on one core.")
+    console.print("From your Python's sources to a small assistant: five to ten minutes on two cores.")
     announce("texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
@@ -151,7 +152,9 @@ def run_demo(file: Path, output_dir: Path) -> int:
     console.print(f"\n  cd {shlex.quote(str(output_dir))} && recipes run {shlex.quote(str(file))}", style="dim")
     # Paths in the pipeline and its recipes are relative to this folder.
     with chdir(output_dir):
-        code = run_pipeline(pipeline, pipeline.stages, announce, on_change=lambda: write_overview(Path()))
+        code = run_pipeline(
+            pipeline, pipeline.stages, announce, on_change=lambda: write_overview(Path()), slots=({},) * num_jobs
+        )
     if code:
         return code
     announce("results on held-out modules")

@@ -7,10 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,7 +29,6 @@ from recipes_lib.errors import (
     PreemptedError,
     Problem,
     suggest,
-    translate_exit_code,
 )
 from recipes_lib.files import (
     explain_write_errors,
@@ -45,6 +40,7 @@ from recipes_lib.files import (
     replace_record,
     try_lock,
 )
+from recipes_lib.pipelines.children import Children
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.shipped import find_shipped
 
@@ -55,7 +51,6 @@ _DATA_KEYS: Final = (
     *("chat_template_path", "include_path", "eval_tasks_include_path", "method", "judge_prompt", "refusals_path"),
 )
 """Keys of recipes whose values name datasets, or small files of text; not models, which are large."""
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
 """Patterns of files that may change or be deleted after the stage: they are not verified."""
 _REFUSE_OUTPUT: Final = ("export", "merge", "student", "tokenizer")
@@ -73,12 +68,14 @@ def run_pipeline(
     *,
     on_change: Callable[[], object] = lambda: None,
     launcher: Sequence[str] = (),
+    slots: Sequence[Mapping[str, str]] = ({},),
 ) -> int:
     """Run stages in order; return the exit code of the first that fails, or ``EXIT_DIVERGED`` if a gate fails.
 
     A stage that is done with the same command, configuration and inputs is skipped. If any of these has changed, its
     old output is renamed and the stage runs again. A stage that was stopped, or whose output lacks a file, is started
-    again and resumes; an output that its command refuses to overwrite is renamed too.
+    again and resumes; an output that its command refuses to overwrite is renamed too. After a failure no other stage is
+    started, and those that run are waited for.
 
     Args:
         pipeline: The pipeline.
@@ -86,30 +83,113 @@ def run_pipeline(
         say: Prints a progress message.
         on_change: Called after each update of ``pipeline.json``.
         launcher: Words before the command of a stage that has a launch file, such as ``srun``.
+        slots: Environment variables of each stage that may run at the same time, such as those that select its GPU. A
+            stage with a launch file runs alone, without them.
 
     Raises:
         ConfigError: A needed stage is neither chosen nor done; an old output cannot be renamed; a program does not
             exist; or another process runs this pipeline, or the same single stage.
-        PreemptedError: The process has received a stop signal.
+        KeyboardInterrupt: Ctrl-C was pressed, and a stage has failed; raised when all have ended.
+        PreemptedError: There was a stop signal or Ctrl-C, and the stages that ran have finished successfully.
     """
     with _holding(pipeline.output_dir, chosen[0].name if len(chosen) == 1 else "") as locks:
-        progress = _Progress(pipeline, on_change, launcher, locks)
-        for number, stage in enumerate(chosen, 1):
+        progress = _Progress(pipeline, on_change)
+        for stage in chosen:
             if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
-            title = f"{number} of {len(chosen)}, {stage.name}"
-            if progress.is_done(stage):
-                say(f"{title}: already done")
-            else:
-                say(f"{title}: {stage.about or shlex.join(stage.words)}")
-                if (code := progress.make(stage, say)) != EXIT_DONE:
-                    say(f"{stage.name} ended with exit code {code}; the same command resumes here")
-                    return code
-            # Also for a stage that was skipped: its gates may have been changed since.
-            if broken := list(find_broken_gates(stage)):
-                say("\n".join(f"{stage.name}: {gate}" for gate in broken))
-                return EXIT_DIVERGED
-    return EXIT_DONE
+        execution = _Execution(progress, chosen, say, launcher, slots, locks)
+        try:
+            while execution.start_next() or execution.finish_next():
+                pass
+        finally:  # After an error: the other stages continue.
+            while execution.finish_next():
+                pass
+    if execution.children.is_stopped and execution.code == EXIT_DONE:
+        raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
+    if execution.children.is_interrupted:
+        raise KeyboardInterrupt
+    return execution.code
+
+
+class _Execution:
+    """Stages that wait, and those that run at the same time.
+
+    Attributes:
+        code: Exit code of the first stage that has failed, ``EXIT_DIVERGED`` of a gate.
+    """
+
+    def __init__(
+        self,
+        progress: _Progress,
+        chosen: Sequence[Stage],
+        say: Callable[[str], object],
+        launcher: Sequence[str],
+        slots: Sequence[Mapping[str, str]],
+        locks: Sequence[int],
+    ) -> None:
+        self.progress, self.chosen, self.say, self.launcher = progress, chosen, say, launcher
+        self.waiting, self.free, self.code = list(chosen), list(slots), EXIT_DONE
+        self.running: dict[str, tuple[Stage, dict[str, Any], float, Mapping[str, str]]] = {}
+        self.children = Children(locks, is_labelled=len(slots) > 1)
+
+    def start_next(self) -> bool:
+        """Start the next stage that can run, or skip it if it is done; return whether there is one."""
+        stage = next(filter(self._can_start, self.waiting), None)
+        if stage is None or self.code != EXIT_DONE:
+            return False
+        is_done = self.progress.is_done(stage)  # Reads all of its data.
+        if self.children.is_stopped:
+            return False
+        self.waiting.remove(stage)
+        title = f"{self.chosen.index(stage) + 1} of {len(self.chosen)}, {stage.name}"
+        if is_done:
+            self.say(f"{title}: already done")
+            self._check_gates(stage)
+            return True
+        self.say(f"{title}: {stage.about or shlex.join(stage.words)}")
+        entry, slot = self.progress.begin(stage, self.say), self.free.pop()
+        words = [*self.launcher, *stage.words] if stage.launch else stage.words
+        self.running[stage.name] = stage, entry, time.monotonic(), slot
+        try:
+            variables = self.progress.pipeline.environment
+            self.children.start(stage.name, words, variables if stage.launch else {**variables, **slot})
+        except BaseException:
+            self._record_end(stage.name, None)
+            raise
+        return True
+
+    def _can_start(self, stage: Stage) -> bool:
+        unfinished = {*(one.name for one in self.waiting), *self.running}
+        # Several processes take all GPUs, and the port at which they meet.
+        is_alone = any(running.launch for running, *_ in self.running.values()) or (stage.launch and self.running)
+        return bool(self.free) and not is_alone and unfinished.isdisjoint(stage.needs)
+
+    def finish_next(self) -> bool:
+        """Wait for the end of a stage and record it; return whether one was running."""
+        if not self.running:
+            return False
+        name, code = self.children.wait()
+        stage = self._record_end(name, code)
+        if code is None:
+            self.code = self.code or EXIT_PREEMPTED
+        elif code != EXIT_DONE:
+            self.say(f"{name} ended with exit code {code}; the same command resumes here")
+            self.code = self.code or code
+        elif not self.children.is_stopped:
+            self._check_gates(stage)
+        return True
+
+    def _record_end(self, name: str, code: int | None) -> Stage:
+        stage, entry, began, slot = self.running.pop(name)
+        self.free.append(slot)
+        self.progress.end(stage, entry, code, time.monotonic() - began)
+        return stage
+
+    def _check_gates(self, stage: Stage) -> None:
+        # Also of a stage that was skipped: its gates may have been changed since.
+        if broken := list(find_broken_gates(stage)):
+            self.say("\n".join(f"{stage.name}: {gate}" for gate in broken))
+            self.code = self.code or EXIT_DIVERGED
 
 
 @contextmanager
@@ -147,14 +227,8 @@ def find_done(pipeline: Pipeline) -> set[str]:
 class _Progress:
     """Progress record of the stages, ``pipeline.json``."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        on_change: Callable[[], object],
-        launcher: Sequence[str] = (),
-        locks: Sequence[int] = (),
-    ) -> None:
-        self.pipeline, self.on_change, self.launcher, self.locks = pipeline, on_change, launcher, locks
+    def __init__(self, pipeline: Pipeline, on_change: Callable[[], object]) -> None:
+        self.pipeline, self.on_change = pipeline, on_change
         self.path = pipeline.output_dir / STATE_FILE
         self.entries = read_state(self.path)
         self.prints: dict[str, str] = {}
@@ -214,8 +288,8 @@ class _Progress:
                 return EXIT_DIVERGED
         return EXIT_DONE
 
-    def make(self, stage: Stage, say: Callable[[str], object]) -> int:
-        """Run a stage and return its exit code."""
+    def begin(self, stage: Stage, say: Callable[[str], object]) -> dict[str, Any]:
+        """Record that a stage runs, and rename an output that it cannot resume; return its entry."""
         before = self.entries.get(stage.name) or {}
         is_same = before.get("fingerprint") == self.compute_fingerprint(stage)
         place = self._name_output(stage)
@@ -228,25 +302,24 @@ class _Progress:
         if before and not is_kept and before.get("output", place) == place:
             _move_aside(stage.output, stage.name, say)
         spent = (parse_number(before.get("seconds")) or 0.0) if is_same else 0.0
-        entry: dict[str, Any] = {"fingerprint": self.compute_fingerprint(stage), "output": place}
-        began = time.monotonic()
+        entry = {"fingerprint": self.compute_fingerprint(stage), "output": place, "seconds": spent}
         # Before the start: after a kill, the record shows that the output is of this command and can be resumed.
-        self._write(stage, entry | {"status": "running", "seconds": spent})
-        code: int | None = None
-        try:
-            words = [*self.launcher, *stage.words] if stage.launch else stage.words
-            code = run_child(words, self.pipeline.environment, self.locks)
-        except PreemptedError:
-            code = EXIT_DONE
-            raise
-        finally:
-            entry["seconds"] = round(spent + time.monotonic() - began, 1)
-            if code == EXIT_DONE:
-                entry |= {"status": "done", "files": _list_files(stage.output)}
-            else:
-                entry["status"] = "stopped" if code in (None, EXIT_PREEMPTED) else "failed"
-            self._write(stage, entry | {"code": code})
-        return code
+        self._write(stage, entry | {"status": "running"})
+        return entry
+
+    def end(self, stage: Stage, entry: Mapping[str, Any], code: int | None, seconds: float) -> None:
+        """Record that a stage has ended.
+
+        Args:
+            stage: The stage.
+            entry: Result of ``begin``.
+            code: Its exit code; ``None`` if it was not started, or was stopped by Ctrl-C.
+            seconds: Its duration.
+        """
+        status = "stopped" if code in (None, EXIT_PREEMPTED) else "failed" if code else "done"
+        files = {} if code != EXIT_DONE else {"files": _list_files(stage.output)}
+        seconds = round(entry["seconds"] + seconds, 1)
+        self._write(stage, {**entry, "seconds": seconds, "status": status, **files, "code": code})
 
     def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
         # Cluster jobs run other stages at the same time: read, update and replace under one lock.
@@ -343,72 +416,6 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
             name_record(place).rename(name_record(aside))
         place.rename(aside)
     say(f"{name}: runs again; its old output is now {aside}")
-
-
-def find_program(words: Sequence[str]) -> str | None:
-    """Return why a command cannot be started; ``None`` if its program exists and is executable."""
-    program = words[0] if words else ""
-    return None if shutil.which(program) else f"there is no program {program!r}"
-
-
-def run_child(words: Sequence[str], environment: Mapping[str, str], locks: Sequence[int] = ()) -> int:
-    """Run a command and return its exit code; stop signals are forwarded as SIGTERM, and the command is waited for.
-
-    The code of one that the forwarded SIGTERM ends is ``EXIT_PREEMPTED``.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed, and the command has failed; raised when it has ended.
-        PreemptedError: There was a stop signal or Ctrl-C, and the command has finished successfully nevertheless.
-        ConfigError: The program does not exist or cannot be executed.
-    """
-    if missing := find_program(words):
-        raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
-    sys.stdout.flush()
-    # `env` adds the variables to the inherited ones, which this module need not read.
-    variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
-    process: subprocess.Popen[bytes] | None = None
-    is_terminated = False
-
-    def forward(*_: object) -> None:
-        nonlocal is_terminated
-        is_terminated = True
-        if process is not None:
-            process.terminate()
-
-    # A terminal sends ctrl-C to all of its processes; others may signal this one alone. Before the start, so that a
-    # signal at any time ends the stage too. nohup ignores SIGHUP, and so must this.
-    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, forward) for number in handled}
-    try:
-        process = subprocess.Popen([*variables, *words], pass_fds=locks)
-        if is_terminated:
-            process.terminate()
-        code, is_interrupted = _wait(process)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
-        raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if (is_interrupted or is_terminated) and code == EXIT_DONE:
-        raise PreemptedError("stop signal received: the pipeline stops here; the same command resumes it")
-    if is_interrupted:
-        raise KeyboardInterrupt
-    if is_terminated and code == -signal.SIGTERM:  # A program without a handler.
-        return EXIT_PREEMPTED
-    return translate_exit_code(code)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Wait for a process; return its exit code, and whether ctrl-C was pressed meanwhile."""
-    is_interrupted = False
-    while True:
-        try:
-            return process.wait(), is_interrupted
-        # The terminal has sent SIGINT to the stage as well, which may be saving a checkpoint.
-        except KeyboardInterrupt:
-            is_interrupted = True
 
 
 def find_broken_gates(stage: Stage) -> Iterator[str]:
