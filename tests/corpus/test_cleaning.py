@@ -120,11 +120,13 @@ def test_rerun_is_a_no_op_and_repairs_a_damaged_corpus(planted):
     assert shard.stat().st_mtime_ns == before
     shard.unlink()
     (folder / "out" / "data" / "stray.parquet").write_text("from another time")
-    finish = next((folder / "out" / ".work").glob("finish-*"))
-    assert finish.is_dir()
+    assert list((folder / "out" / ".work").glob("finish-*"))
     assert make_corpus(build_config(folder)) == manifest
-    assert shard.is_file()
     assert not (folder / "out" / "data" / "stray.parquet").exists()
+    shard.unlink()
+    shard.write_bytes(b"cut")
+    assert make_corpus(build_config(folder)) == manifest
+    assert shard.stat().st_size == manifest["shards"][0]["file_bytes"]
 
 
 def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeypatch):

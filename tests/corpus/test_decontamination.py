@@ -154,7 +154,7 @@ def test_contaminated_document_names_its_benchmarks(benchmark):
 
 def test_benchmark_columns_and_nested_texts_are_read(tmp_path):
     path = tmp_path / "mmlu.jsonl"
-    path.write_text(json.dumps({"q": "one", "choices": ["two", "three"], "n": 4}) + "\n")
+    path.write_text(json.dumps({"q": "one", "choices": ["two", {"text": "three"}], "n": 4}) + "\n")
     assert list(read_items({"name": str(path)})) == ["one", "two three", "one two three"]
     assert list(read_items({"name": str(path), "columns": ["choices"]})) == ["two three"]
     with pytest.raises(DataError, match="no column `question`"):

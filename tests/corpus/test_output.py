@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 from tests.corpus.texts import make_text, read_corpus
+from tokenizers import Tokenizer
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.cleaning import make_corpus
@@ -74,3 +75,14 @@ def test_chats_that_differ_only_in_calls_tools_or_reasoning_are_no_duplicates(tm
     make_corpus(CorpusConfig(sources=[source], output_dir=str(tmp_path / "out"), workers=1))
     kept = [{name: row[name] for name in ("messages", "tools") if name in row} for row in read_corpus(tmp_path / "out")]
     assert kept == chats
+
+
+def test_tokenizer_neither_truncates_nor_pads(tiny_tokenizer_dir, tmp_path):
+    """As files of sentence encoders do, whose counts of tokens would be wrong."""
+    tokenizer = Tokenizer.from_file(str(tiny_tokenizer_dir / "tokenizer.json"))
+    expected = [len(tokenizer.encode(text).ids) for text in ("a", "seven days in a week")]
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path))
+    assert [len(one.ids) for one in loaded.encode_batch(["a", "seven days in a week"])] == expected

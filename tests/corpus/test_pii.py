@@ -26,6 +26,7 @@ FOUND = [
     ("phone", "+49 30 901820"),
     ("phone", "+1 (212) 555-0123"),
     ("phone", "+4915100000004"),
+    ("phone", "+353 861 234 567 890"),
     ("phone", "(212) 555-0123"),
     ("phone", "212-555-0123"),
     ("phone", "212.555.0123"),
@@ -97,6 +98,10 @@ def test_text_that_is_not_pii_is_kept():
         found = Counter()
         assert mask(f"see {text}, please", PII_KINDS, found) == f"see {text}, please"
         assert not found, text
+
+
+def test_phone_number_before_other_digits_is_masked():
+    assert mask("+353 861 234 567 890 212 555", ["phone"], Counter()) == "<PHONE> 212 555"
 
 
 def luhn_reference(digits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -13,11 +14,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.evaluation.answering import LocalModel, load_local_model
+from recipes_lib.evaluation import answering
+from recipes_lib.evaluation.answering import LocalModel, encode_chat, load_local_model
 from recipes_lib.evaluation.endpoint import split_reasoning
 
 CHATS = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Write", "How many days?")]
@@ -88,7 +90,15 @@ def test_base_model_continues_single_turn_only(tiny_model_dir: Path, tmp_path: P
     engine = load(tmp_path)
     assert engine.answer(CHATS[:1], [0])[0].num_prompt_tokens == len(tokenizer(CHATS[0][0]["content"]).input_ids) - 1
     with pytest.raises(ConfigError, match="no chat template"):
-        engine.answer([[*CHATS[0], {"role": "assistant", "content": "x"}, *CHATS[1]]], [0])
+        engine.answer([[{"role": "system", "content": "x"}, *CHATS[0]]], [0])
+
+
+def test_special_tokens_of_a_chat_are_those_of_its_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    start = (str(tokenizer.eos_token), tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{start[0]} $A", special_tokens=[start])
+    assert tokenizer("a").input_ids[0] == start[1]
+    assert encode_chat(tokenizer, CHATS[0]) == encode_chat(tiny_tokenizer, CHATS[0])
 
 
 def test_description_follows_weights(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -118,6 +128,16 @@ def test_every_engine_stops_at_tokens_of_generation_config(tiny_model_dir: Path,
     started = load(folder, start=lambda sampling, _: SimpleNamespace(name="engine"))
     assert {5, 7} < set(started.sampling.stop_ids)
     assert started.sampling.stop_ids == load(folder).sampling.stop_ids
+
+
+@pytest.mark.parametrize(("longest", "reserved"), [(600, 512), (100, 100)])
+def test_engine_reserves_memory_for_positions_of_the_model_or_fewer(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, longest: int, reserved: int
+) -> None:
+    monkeypatch.setattr(answering, "MAX_ENGINE_LENGTH", longest)
+    lengths: list[int] = []
+    assert load(tiny_model_dir, start=lambda _, length: lengths.append(length)).positions == reserved
+    assert lengths == [reserved]
 
 
 def test_chat_that_template_refuses_is_an_error_of_its_row(tiny_model_dir: Path) -> None:

@@ -26,6 +26,7 @@ def test_binary_interval_is_consistent_with_exact_mcnemar(number: int) -> None:
             differences = np.array([1.0] * gained + [-1.0] * lost + [0.0] * (number - gained - lost))
             low, high = compute_interval(differences)
             assert -1 <= low <= differences.mean() <= high <= 1
+            assert compute_interval(-differences) == pytest.approx((-high, -low))
             if low > 0 or high < 0:
                 assert stats.binomtest(gained, gained + lost).pvalue < 0.05
 

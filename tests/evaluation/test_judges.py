@@ -205,6 +205,8 @@ def test_judge_preference_is_a_reward_function() -> None:
     assert reward(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
     with pytest.raises(KeyError, match="baseline"):
         judge_preference(base_url=server.url, model="j")(prompts=["q"], completions=["a"])
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        judge_preference(base_url=server.url, model="j", prompt="none.yaml")
     (isolated,) = load_reward_functions([path], seconds=60).values()
     assert isolated(completions=["a", "bb", "ccc", "d"], **columns) == [0.0, 0.5, 1.0, None]
 

@@ -101,12 +101,13 @@ def test_verify_layers_refuses_states_that_differ_from_layers(tiny_model_dir: Pa
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
-        output.hidden_states = tuple(states + 1 for states in output.hidden_states)
+        *first, last = output.hidden_states
+        output.hidden_states = (*first, last + 1)
         return output
 
     model.base_model.forward = forward
     with pytest.raises(ConfigError, match="are not the hidden states"):
-        verify_layers(model, attentions=False)
+        verify_layers(model, attentions=True)
 
 
 def test_layers_without_attention_are_refused() -> None:

@@ -58,8 +58,9 @@ def test_divergence_on_own_answers_is_compared(tmp_path: Path) -> None:
     """With other shares of on-policy steps, the losses of two runs are not of the same kind."""
     for name, value in (("a", 0.2), ("b", 0.1)):
         write_run(tmp_path / name, [{"kind": "train", "step": 1, "loss": 1.0, "on_policy/divergence": value}])
-    rows = compare_figures([read_run(tmp_path / name) for name in "ab"], is_one_recipe=True)
-    assert {row.name: row.values for row in rows}["on_policy/divergence"] == ["0.2", "0.1"]
+    write_run(tmp_path / "begun", [])
+    rows = compare_figures([read_run(tmp_path / name) for name in ("a", "b", "begun")], is_one_recipe=True)
+    assert {row.name: row.values for row in rows}["on_policy/divergence"] == ["0.2", "0.1", ""]
 
 
 def test_compare_keys_lists_meaningful_differences(folders: list[Path]) -> None:

@@ -65,7 +65,7 @@ class Index:
         A benchmark is its place in ``num_items``, ``uint16 (n,)``: a held-out set can have 100 million n-grams.
         """
         numbers, tables = {task: number for number, task in enumerate(self.num_items)}, {}
-        for size, collected in sorted(self._collected.items()):
+        for size, collected in self._collected.items():
             unique, first = np.unique(np.concatenate([hashes for hashes, _ in collected]), return_index=True)
             tasks = np.array([numbers[task] for _, task in collected], np.uint16)
             tables[size] = unique, np.repeat(tasks, [len(hashes) for hashes, _ in collected])[first]

@@ -101,6 +101,13 @@ def _is_phone(text: str) -> bool:
     return digits[0] in "23456789" and digits[3] in "23456789"  # North America: area and exchange
 
 
+def _measure_phone(text: str) -> int:
+    """Return the length of the longest prefix, ending at a space or hyphen, that is a phone number."""
+    # The candidate can include digits after the number, such as those of the next one.
+    ends = (found.start() for found in re.finditer("[ -]|$", text))
+    return max((end for end in ends if _is_phone(text[:end])), default=0)
+
+
 def _is_ssn(text: str) -> bool:
     # Numbers that the Social Security Administration never assigns.
     area, group, serial = text.split("-")
@@ -147,7 +154,7 @@ PATTERNS: Final = (
     Pattern(
         "phone",  # Before cards: +4915... with 13 digits can be a card number too.
         re.compile(r"\+(?<!(?a:\w)\+)[1-9]\d{0,2}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
-        _whole(_is_phone),
+        _measure_phone,
         ("+",),
     ),
     Pattern(

@@ -40,6 +40,8 @@ def test_micro_batches_in_flight_by_pipeline_schedule(schedule, in_flight) -> No
     launch = plan_launch(find_launch_file("ddp"), 8, name_pipeline(4, schedule))
     assert build_layout(launch, "ddp", 16).in_flight == in_flight
     assert build_layout(launch, "ddp", 16).num_processes == 2
+    sharded = plan_launch(find_launch_file("fsdp2"), 8, name_pipeline(4, schedule))
+    assert build_layout(sharded, "fsdp2", 16).shards == (2, 2, 2)
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     package = f"{ABSENT}: it needs the package kernels, {KERNELS_MIN_VERSION} or later"
     reasons = {
         "runs on CUDA devices only": is_flash and not is_cuda,
-        f"needs a GPU of compute capability {needed}": needs_half and is_cuda and not is_capable,
+        f"needs a GPU of compute capability {needed}": needs_half and not is_capable,
         f"has head dimensions up to {_MAX_HEAD_DIM}, and this model has {head_dim}": needs_half
         and head_dim > _MAX_HEAD_DIM,
         "needs bf16 or fp16": needs_half and compute_dtype not in (torch.bfloat16, torch.float16),
