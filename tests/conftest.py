@@ -25,7 +25,7 @@ import hypothesis
 import pytest
 import torch
 from accelerate.utils import memory
-from tests.forked import spare_flushes
+from tests.forked import shorten_measurements, spare_flushes
 from tests.tiny import build_tokenizer, leave_ids_out, save_model
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +33,7 @@ from recipes_lib.stopping import STOP
 
 torch.set_num_threads(1)
 spare_flushes()
+shorten_measurements()
 # Until the tests are collected, hardly anything is garbage, and traversing imported modules takes a fifth of the time.
 gc.disable()
 

@@ -22,6 +22,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from recipes_lib import hardware
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
     "datasets",
@@ -174,6 +176,11 @@ def spare_flushes() -> None:
     os.fsync = lambda fd: None
 
 
+def shorten_measurements() -> None:
+    """Measure the peak FLOP/s of the CPU by a small matrix product: no test can depend on its value."""
+    hardware.measure_matmul_flops.__defaults__ = (128, 1)
+
+
 def name_processes(num_processes: int) -> list[dict[str, str]]:
     """Return the environment variables of torch's launcher for each rank of a launch on this machine."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
@@ -199,6 +206,7 @@ def _become(
 
     STOP._parent = os.getppid()  # Read when the module was imported, in the server.
     spare_flushes()
+    shorten_measurements()
     gc.freeze()  # As in tests/conftest.py: full collections at the end of a run skip imported modules.
     for stream, output in enumerate(outputs, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)

@@ -32,11 +32,18 @@ from recipes_lib.stopping import STOP, StopPendingError
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    recipe_runs.write_inputs(folder)
+    return folder
+
+
 @pytest.fixture
-def keys(tmp_path: Path) -> dict[str, Any]:
-    recipe_runs.write_inputs(tmp_path)
+def keys(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("recipes_lib.report.page.draw_charts", lambda run, folder: [])  # Half of the time of a run.
     more = {"max_steps": 2, "eval_steps": 1, "logging_steps": 1, "save_strategy": "no", "num_sample_prompts": 0}
-    made = recipe_runs.make_keys(tmp_path, "sft", **more, save_steps=None, output_dir=tmp_path / "run")
+    made = recipe_runs.make_keys(inputs, "sft", **more, save_steps=None, output_dir=tmp_path / "run")
     return {name: str(value) if isinstance(value, Path) else value for name, value in made.items()}
 
 

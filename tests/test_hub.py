@@ -43,17 +43,18 @@ def unreachable(monkeypatch):
 @pytest.mark.parametrize(
     "load",
     [
-        lambda: load_tokenizer(MODEL, TokensConfig()),
-        lambda: load_model_config(MODEL),
-        lambda: load_hub("nobody/rows", None, None, "train", False),
-        lambda: load_tasks(EvalConfig(tasks=("arc_easy",))),
+        lambda _: load_tokenizer(MODEL, TokensConfig()),
+        lambda _: load_model_config(MODEL),
+        lambda _: load_hub("nobody/rows", None, None, "train", False),
+        lambda folder: load_tasks(EvalConfig(tasks=["own"], include_path=[str(folder)])),
     ],
     ids=["tokenizer", "configuration", "data", "benchmark"],
 )
 @pytest.mark.usefixtures("unreachable")
-def test_unreachable_hub_is_reported_and_fails_without_retries(load, capsys, monkeypatch):
-    with pytest.raises(UserError, match=r"nobody/(nothing|rows)|arc_easy") as caught:
-        load()
+def test_unreachable_hub_is_reported_and_fails_without_retries(load, tmp_path, capsys, monkeypatch):
+    (tmp_path / "own.yaml").write_text("task: own\ndataset_path: nobody/rows\noutput_type: generate_until\n")
+    with pytest.raises(UserError, match=r"nobody/(nothing|rows)|tasks: own") as caught:
+        load(tmp_path)
     (problem,) = caught.value.problems
     assert problem.remedy
     assert constants.HF_HUB_OFFLINE

@@ -29,6 +29,7 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 
 KEYS: dict[str, Any] = {"lmbda": 0.5, "distillation_beta": 1.0, "response_length": 6}
 STOPS = list(range(40))
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def keys_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained policy of the keys task: it answers with one of the two keys at the end of a prompt."""
-    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0, num_steps=200)
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), seed=0, num_steps=120, **SMALL)
 
 
 def build_answers(**options: Any) -> OnPolicyAnswers:
@@ -305,12 +306,12 @@ def write_rows(count: int, seed: int) -> list[dict[str, Any]]:
     [(0, False), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, False), (0, True)))],
 )
 def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Path, seed: int, is_control: bool) -> None:
-    """Reverse KL falls from about 3 nats per token to below 0.4, except with a permuted teacher (control)."""
-    student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0)
-    rows = Dataset.from_list(write_rows(80 * 32, seed=seed)).with_format("numpy")
+    """Reverse KL falls from about 1.3 nats per token to below 0.5, except with a permuted teacher (control)."""
+    student_dir = keys_task.write_policy(tmp_path / "student", seed=50 + seed, num_steps=0, **SMALL)
+    rows = Dataset.from_list(write_rows(60 * 32, seed=seed)).with_format("numpy")
     keys = {
-        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 80, "seed": seed,
-        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
+        "lmbda": 1.0, "distillation_beta": 1.0, "response_length": keys_task.MAX_ANSWER, "max_steps": 60, "seed": seed,
+        "learning_rate": 6e-3, "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0,
         "per_device_train_batch_size": 32, "per_device_eval_batch_size": 32, "logging_steps": 40,
     }  # fmt: skip
     trainer, _, _ = make_distiller(student_dir, keys_teacher, tmp_path / "run", rows, **keys)
@@ -319,5 +320,5 @@ def test_on_policy_training_reduces_reverse_kl(keys_teacher: Path, tmp_path: Pat
         trainer.add_callback(PermuteTeacher(trainer.teacher.lm_head))
     trainer.train()
     after = measure_reverse_kl(trainer.model, load(keys_teacher, is_teacher=True))
-    assert before > 2.3
-    assert after > 2.0 if is_control else after < 0.4, after
+    assert before > 1.2
+    assert after > 1.0 if is_control else after < 0.5, after

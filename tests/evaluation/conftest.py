@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
-from tests import tiny
 from tests.rows import write_rows
 
 WORDS = ("sun", "dog", "bread", "river", "winter", "house", "city", "poem", "week")
@@ -76,7 +76,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tiny_model_dir: Path, tmp_path: Path) -> Path:
     """Tiny model in a folder of its own, because results are written there by default."""
-    tiny.save_model(tmp_path / "model", tiny.build_tokenizer())
-    return tmp_path / "model"
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")

@@ -55,10 +55,9 @@ if __name__ == "__main__":
 
 from tests.faults import answers, broken, kills, lives, recipe_runs  # noqa: E402
 from tests.faults.laboratory import Harness, Trial, Violation  # noqa: E402
-from tests.forked import spare_flushes  # noqa: E402
+from tests.forked import shorten_measurements, spare_flushes  # noqa: E402
 
 from recipes_lib.report import page  # noqa: E402
-from recipes_lib.training.evaluation import build  # noqa: E402
 
 Fault = Callable[[Harness, Trial, Random], None]
 
@@ -146,9 +145,9 @@ def import_recipes() -> None:
     sys.path.insert(0, str(lives.ROOT / "recipes"))  # As for a script: recipes import each other.
     for recipe in {recipe.split()[0] for recipe in recipe_runs.RECIPE_NAMES}:
         runpy.run_path(str(lives.ROOT / "recipes" / f"{recipe}.py"), run_name="imported")
-    build.measure_matmul_flops = lambda dtype: 1e9
     page.draw_charts = lambda run, folder: []  # Half of the time of such a short run.
     spare_flushes()
+    shorten_measurements()
     gc.freeze()
 
 

@@ -26,6 +26,5 @@ def recipe() -> ModuleType:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, recipe: ModuleType) -> None:
-    """Skip the report and the FLOPs measurement, which take most of the time of a short run in this process."""
+    """Skip the report, which takes most of the time of a short run in this process."""
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)

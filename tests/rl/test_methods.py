@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,7 +149,8 @@ DYNAMIC = {
 }
 
 
-def test_dynamic_sampling_replaces_flat_groups_by_other_prompts(policy_dir, prompts_file, tmp_path):
+def test_dynamic_sampling_replaces_flat_groups_by_other_prompts(policy_dir, prompts_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.report.charts.save_figure", Mock())
     SAMPLED.clear()
     keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **DYNAMIC), "grpo")
     events = read_events(tmp_path)
