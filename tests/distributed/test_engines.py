@@ -34,7 +34,7 @@ def run_jobs(folder: Path, names: Collection[str]) -> tuple[Path, dict[str, Any]
         "colocated": build(vllm_enable_sleep_mode=True),
         "adapter": build(use_peft=True, learning_rate=3e-3),
         "server": build(**served),
-        "ahead": build(**served, max_staleness=1, max_steps=12),
+        "ahead": build(**served, max_staleness=1, max_steps=6),
         # An iteration generates at most eight tokens: step 12 is in the second one.
         "preempted": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
     }
@@ -68,7 +68,7 @@ def test_engine_has_weights_of_each_iteration(request: pytest.FixtureRequest, fi
     folder, codes = request.getfixturevalue(fixture)
     assert codes[name] == 0
     events = read_events(folder / name)
-    assert [event["step"] for event in events] == [4, 8]
+    assert [event["step"] for event in events] == [2, 4]
     for event in events:
         assert abs(event["rollout/engine_mismatch_kl"]) < 1e-5
         assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
@@ -89,5 +89,5 @@ def test_asynchronous_sampling_is_off_policy_by_one_iteration(runs: tuple[Path, 
 def test_preemption_of_one_rank_while_sampling_stops_all(runs: tuple[Path, dict[str, Any]]) -> None:
     folder, codes = runs
     assert codes["preempted"] == [75, 0]
-    assert json.loads((folder / "preempted" / "run.json").read_text())["resumed_from"] == "checkpoint-4"
-    assert [event["step"] for event in read_events(folder / "preempted")] == [4, 8]
+    assert json.loads((folder / "preempted" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+    assert [event["step"] for event in read_events(folder / "preempted")] == [2, 4]

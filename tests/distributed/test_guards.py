@@ -17,8 +17,10 @@ TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
 ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 REMAINING = [row for row in range(180) if not 100 <= row < 116]
 CHECKED = {"max_steps": 6, "save_strategy": "no", "guards": {"verify_steps": 2}}
+# Back to step 25, from the spike of bad rows.
+SPIKE = {"guards": {"max_rollbacks": 1}, "save_steps": 25}
 CELLS: dict[str, dict[str, Any]] = {
-    "spike": TWO | {"guards": {"max_rollbacks": 1}},
+    "spike": TWO | SPIKE,
     "without skipped rows": TWO | {"rows": REMAINING, "save_strategy": "no"},
     "sound": TWO | CHECKED,
     "nan loss": TWO | {"fault": "nan loss", "max_steps": 6, "save_strategy": "no"},
@@ -60,7 +62,7 @@ def test_rollback_is_exact_and_matches_one_process(reports, tiny_model_dir, tmp_
     for report in ranks:
         assert report["spike"]["checksums"] == report["without skipped rows"]["checksums"]
     assert ranks[0]["spike"]["steps"][-6:] == ranks[0]["without skipped rows"]["steps"][-6:]
-    one = spiking.run_cell(tiny_model_dir, tmp_path, ONE | {"guards": {"max_rollbacks": 1}})
+    one = spiking.run_cell(tiny_model_dir, tmp_path, ONE | SPIKE)
     assert read_rollbacks(tmp_path)[0].skipped == read_rollbacks(output_dir / "spike")[0].skipped
     for expected, got in zip(one["steps"], ranks[0]["spike"]["steps"], strict=True):
         assert got == pytest.approx(expected, rel=1e-3)

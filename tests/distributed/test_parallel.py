@@ -32,7 +32,7 @@ CHOSEN = {PACKED: CELLS[PACKED], TIED: CELLS[TIED]}
 TENSOR = "TP, 2"
 PLANS = {
     # Query and key norms, whose gradients are summed over the ranks; projections whose inputs or outputs are gathered.
-    f"pretrain {model_type}": ("pretrain", 4, {"model_config": json.dumps({"model_type": model_type} | SIZES | more)})
+    f"pretrain {model_type}": ("pretrain", 1, {"model_config": json.dumps({"model_type": model_type} | SIZES | more)})
     for model_type, more in (("qwen3", {"num_key_value_heads": 2, "head_dim": 8}), ("glm4", {"num_key_value_heads": 2}))
 }
 """Cells of architectures whose plan has other styles than those of Llama."""

@@ -43,7 +43,9 @@ RUNS: dict[str, dict[str, Any]] = {
     # An adaptive KL coefficient, and a limit of the KL divergence that only some minibatches stay below.
     "models": SHORT
     | {"max_steps": 8, "kl_target_per_sequence": 0.5, "kl_horizon": 100, "target_kl": 1e-4, "num_ppo_epochs": 3},
-    "adapters": SHORT | {"use_peft": True, "max_steps": 8, "reward_funcs": "[tests.rl.keys_task:score_and_report]"},
+    "adapters": SHORT
+    | {"use_peft": True, "max_steps": 4, "save_steps": 2, "num_ppo_epochs": 1}
+    | {"reward_funcs": "[tests.rl.keys_task:score_and_report]"},
     # Groups of three; uninformative groups are sampled again.
     "dynamic": SHORT
     | {"num_generations": 3, "steps_per_generation": 3, "num_iterations": 1, "max_steps": 6, "save_steps": 3}
@@ -87,9 +89,9 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
                 torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=1e-5)
     # Rank 1 alone was preempted in the second iteration, after the checkpoint of the first; the resume is exact.
     stopped, two = (tmp_path / place / "adapters" for place in ("stopped", "two"))
-    assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-2"
     for learner in ("policy", "critic"):
-        weights = [load_file(run / "checkpoint-8" / f"{learner}.safetensors") for run in (two, stopped)]
+        weights = [load_file(run / "checkpoint-4" / f"{learner}.safetensors") for run in (two, stopped)]
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     batches = [event["rollout/num_gen_batches"] for event in read_events(tmp_path / "one" / "dynamic")]
     assert max(batches) > 1
@@ -97,10 +99,12 @@ def test_two_processes_match_one(tmp_path: Path) -> None:
     assert 0 < min(updates) < 6
 
 
-# Sixteen answers of unequal length per iteration, in batches of three, to prompts of three to six tokens.
+# Sixteen answers of unequal length per iteration of two steps, in batches of three, to prompts of three to six tokens.
 SHARDED: dict[str, Any] = SHORT | {
-    "max_steps": 8,
-    "eval_steps": 4,
+    "max_steps": 4,
+    "save_steps": 2,
+    "eval_steps": 2,
+    "num_ppo_epochs": 1,
     "logging_steps": 1,
     "kl_target_per_sequence": 0.5,
     "kl_horizon": 100,
@@ -123,11 +127,12 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
 def build_groups(inputs: Path, num_processes: int, **more: Any) -> sharding.Job:
     """Build a job of GRPO with groups of four answers."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
-    own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
+    own = ("num_ppo_epochs", "kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
     flags = keys_task.build_group_flags(
         inputs / "policy", inputs, inputs / "prompts.jsonl",
         **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
         steps_per_generation=8 // num_processes,
+        num_iterations=1,
     )  # fmt: skip
     return sharding.build_job("grpo", flags)
 
@@ -174,7 +179,7 @@ def sharded(models: Path) -> tuple[Path, dict[str, Any]]:
         for size in (1, 2)
     )
     jobs["preempted while sampling"] = {**jobs["ppo"], "fault": "preempted while sampling"}
-    jobs["ppo adapters killed"] = resume(jobs["ppo adapters"], models / "two" / "ppo adapters", 4)
+    jobs["ppo adapters killed"] = resume(jobs["ppo adapters"], models / "two" / "ppo adapters", 2)
     two = sharding.run_jobs(jobs, models / "two", "fsdp2", *FULL_PRECISION)
     sharding.run_jobs(alone, models / "one")
     return models, two["codes"]
@@ -196,8 +201,8 @@ def test_sharded_models_match_one_process(sharded: tuple[Path, dict[str, Any]]) 
     assert_same_figures(one, two, tolerance=1e-5)
     assert (one / "samples.jsonl").read_text() == (two / "samples.jsonl").read_text()
     train = read_events(two)
-    assert [event["step"] for event in train] == [4, 8]
-    assert all(event["policy/num_updates"] == 4 for event in train)
+    assert [event["step"] for event in train] == [2, 4]
+    assert all(event["policy/num_updates"] == 2 for event in train)
     for place in (".", "critic"):
         assert measure_weight_gap(one / place, two / place) <= 1e-5
         assert (two / place / "config.json").read_text() == (one / place / "config.json").read_text()
@@ -208,14 +213,14 @@ def test_sharded_models_match_one_process(sharded: tuple[Path, dict[str, Any]]) 
 def test_sharded_groups_and_adapters_match_one_process(sharded: tuple[Path, dict[str, Any]], recipe: str) -> None:
     folder, _ = sharded
     one, two = folder / "one" / recipe, folder / "two" / recipe
-    assert (two / "checkpoint-4" / "policy" / "model_shards").is_dir()
+    assert (two / "checkpoint-2" / "policy" / "model_shards").is_dir()
     assert_same_figures(one, two, tolerance=1e-5)
     assert measure_weight_gap(one, two) <= 1e-5
 
 
 def assert_adapters_resumed(straight: Path, resumed: Path, tolerance: float) -> None:
     """Compare weights and ``value/explained_var``, which shows that the critic was resumed too."""
-    assert_resumed(straight, resumed, tolerance, step=4)
+    assert_resumed(straight, resumed, tolerance, step=2)
     values = [read_events(run)[-1]["value/explained_var"] for run in (straight, resumed)]
     assert values[1] == pytest.approx(values[0], rel=tolerance, abs=tolerance)
 
@@ -232,7 +237,7 @@ def test_sharded_adapters_resume_exactly(sharded: tuple[Path, dict[str, Any]]) -
 def test_sharded_adapters_resume_on_one_process(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     straight = sharded[0] / "two" / "ppo adapters"
     job = build_sharded(sharded[0], 1, **build_adapter_keys(sharded[0]))
-    sharding.run_jobs({"killed": resume(job, straight, 4)}, tmp_path)
+    sharding.run_jobs({"killed": resume(job, straight, 2)}, tmp_path)
     assert_adapters_resumed(straight, tmp_path / "killed", 1e-5)
 
 
@@ -241,8 +246,8 @@ def test_sharded_adapters_resume_on_one_process(sharded: tuple[Path, dict[str, A
 def test_resumed_sharded_groups_reproduce_weights(sharded: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     straight = sharded[0] / "two" / "grpo"
     job = build_groups(sharded[0], 2)
-    sharding.run_jobs({"killed": resume(job, straight, 4)}, tmp_path, "fsdp2", *FULL_PRECISION)
-    assert_resumed(straight, tmp_path / "killed", step=4)
+    sharding.run_jobs({"killed": resume(job, straight, 2)}, tmp_path, "fsdp2", *FULL_PRECISION)
+    assert_resumed(straight, tmp_path / "killed", step=2)
 
 
 @pytest.mark.multiprocess
@@ -259,13 +264,13 @@ def test_final_models_are_whole_and_load_in_transformers(sharded: tuple[Path, di
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["ppo", "ppo adapters"])
 def test_exported_sharded_checkpoint_is_final_policy(sharded, name, tmp_path) -> None:
-    assert_exported(sharded[0] / "two" / name, 8, tmp_path / "exported")
+    assert_exported(sharded[0] / "two" / name, 4, tmp_path / "exported")
 
 
 @pytest.mark.multiprocess
 def test_checkpoint_contains_shards_of_both_learners(sharded: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = sharded
-    checkpoint = folder / "two" / "ppo" / "checkpoint-4"
+    checkpoint = folder / "two" / "ppo" / "checkpoint-2"
     assert json.loads((checkpoint / "COMPLETE.json").read_text())["engine"] == "FSDP"
     assert not list(checkpoint.glob("*.safetensors"))
     for learner in ("policy", "critic"):
@@ -277,9 +282,9 @@ def test_checkpoint_contains_shards_of_both_learners(sharded: tuple[Path, dict[s
 
 
 def assert_resumed_exactly(straight: Path, stopped: Path) -> None:
-    assert_resumed(straight, stopped, step=4)
+    assert_resumed(straight, stopped, step=2)
     assert measure_weight_gap(straight / "critic", stopped / "critic") == 0
-    states = [json.loads((run / "checkpoint-8" / "ppo_state.json").read_text()) for run in (straight, stopped)]
+    states = [json.loads((run / "checkpoint-4" / "ppo_state.json").read_text()) for run in (straight, stopped)]
     assert states[0]["kl_coef"] == states[1]["kl_coef"] != 0.02
 
 
@@ -296,9 +301,9 @@ def test_resumed_sharded_run_reproduces_weights(sharded: tuple[Path, dict[str, A
 def test_preemption_in_evaluation_bf16_and_other_world_size(sharded, tmp_path) -> None:
     folder, _ = sharded
     preempted = {**build_sharded(folder, 2), "fault": "preempted in evaluation"}
-    half = {n: build_sharded(folder, n, bf16=True, max_steps=4) for n in (1, 2)}
+    half = {n: build_sharded(folder, n, bf16=True, max_steps=2) for n in (1, 2)}
     result = sharding.run_jobs({"preempted": preempted, "bf16": half[2]}, tmp_path / "two", "fsdp2", *FULL_PRECISION)
-    fewer = resume(build_sharded(folder, 1), folder / "two" / "ppo", 4)
+    fewer = resume(build_sharded(folder, 1), folder / "two" / "ppo", 2)
     sharding.run_jobs({"fewer": fewer, "bf16": half[1]}, tmp_path / "one")
     assert result["codes"]["preempted"] == [75, 0]
     assert_resumed_exactly(folder / "two" / "ppo", tmp_path / "two" / "preempted")

@@ -29,7 +29,7 @@ COMMON = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
 }
-SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 8}
+SAMPLES = {"num_sample_prompts": 1, "sample_max_new_tokens": 4}
 _CHATS: Mapping[str, Any] = {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES
 _PPO: Mapping[str, Any] = {
     # Two optimizer steps of each learner per iteration.
