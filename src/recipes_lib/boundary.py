@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
 
 _EXPECTED_WARNINGS: Final[dict[str, str | tuple[str, ...]]] = {
-    # DeepSpeed warns if there is no GPU. ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
+    # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
+    # ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
     "DeepSpeed": "Setting accelerator to CPU",
     # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",

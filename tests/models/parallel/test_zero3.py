@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers.integrations import deepspeed as integration
 
@@ -105,20 +102,3 @@ def test_transformers_zero3_init_is_disabled_in_context(monkeypatch: pytest.Monk
     with zero3_init_disabled():
         pass
     assert integration._hf_deepspeed_config_weak_ref is None
-
-
-class Engine(nn.Module):
-    """DeepSpeed's wrapper of a model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-def test_model_is_unwrapped_without_import_of_unused_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    assert extract_model_from_parallel(model) is model
-    assert "deepspeed" not in sys.modules
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(DeepSpeedEngine=Engine))  # type: ignore[misc]
-    assert extract_model_from_parallel(Engine(model)) is model

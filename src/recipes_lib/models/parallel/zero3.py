@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from accelerate.utils import other as unwrapping
 from torch import nn
 from transformers.integrations import deepspeed as integration
 
 _HOOKS: Final = "_gathering"
 """Attribute of a module with the handles of its hooks."""
-
-# Whenever accelerate unwraps a model, it imports an installed DeepSpeed, which takes a second, to recognise its engine.
-# Only a process that has imported DeepSpeed has one.
-unwrapping.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
 def register_gather_hooks(model: nn.Module) -> None:
