@@ -37,7 +37,7 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.memory import count_kept, plan_memory
+from recipes_lib.planning.memory import _count_row, count_kept
 from recipes_lib.planning.memory_plan import Layout
 
 ARGUMENTS = {
@@ -226,12 +226,12 @@ def test_scans_save_state_inputs_and_no_states(name, num_copies) -> None:
 def test_recurrence_without_its_package_on_gpu_machine_is_the_reference(monkeypatch) -> None:
     from transformers.models.mamba import modeling_mamba
 
-    function, kernel = modeling_mamba.mamba_selective_scan, count_recurrent("mamba", 16, **SCANS["mamba"])
+    function, kernel = modeling_mamba.mamba_selective_scan, count_recurrent("mamba", 8, **SCANS["mamba"])
     assert modeling_mamba.mamba_selective_scan is function
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert count_recurrent("mamba", 16, **SCANS["mamba"]) > 10 * kernel
+    assert count_recurrent("mamba", 8, **SCANS["mamba"]) > 10 * kernel
     monkeypatch.setattr(activations, "find_spec", lambda package: package in ("mamba_ssm", "causal_conv1d"))
-    assert count_recurrent("mamba", 16, **SCANS["mamba"]) == kernel
+    assert count_recurrent("mamba", 8, **SCANS["mamba"]) == kernel
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,9 @@ def test_recurrence_without_its_package_on_gpu_machine_is_the_reference(monkeypa
     ],
 )
 def test_cache_has_states_of_recurrent_layers(name, sizes, num_features) -> None:
-    keys = {"max_length": 96, "response_length": 32, "reward_funcs": ["a.b:c"], "bf16": False}
-    config = build_config("grpo", per_device_eval_batch_size=3, **keys)
-    planned = plan_memory(config, AutoConfig.for_model(name, **sizes, pad_token_id=None), Layout("single_gpu"))
-    assert planned.components["KV cache of a batch"] == 3 * 4 * num_features
+    config = build_config("grpo", reward_funcs=["a.b:c"], bf16=False)
+    model_config = AutoConfig.for_model(name, **sizes, pad_token_id=None)
+    assert _count_row(config, model_config, Layout("single_gpu"), 96) == 4 * num_features
 
 
 def test_layer_within_a_layer_is_not_counted_twice() -> None:

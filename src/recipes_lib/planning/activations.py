@@ -99,7 +99,8 @@ def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
     ):
         # PEFT queries the storage of a weight to find shared ones; the result is unused here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        model.to_empty(device="cpu")
+        # Not `to_empty`, which converts each tensor to a fake one first.
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))  # type: ignore[no-untyped-call]
         yield
 
 
@@ -219,10 +220,14 @@ class Activations:
 
 
 class _Kept:
-    """A tensor saved for the backward pass."""
+    """A tensor saved for the backward pass, with address and bytes of its storage.
+
+    These are read once, since each reading is an operation on a fake tensor.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, storage = tensor, tensor.untyped_storage()
+        self.address, self.num_bytes = storage._cdata, storage.nbytes()
 
 
 def count_activations(model: Any, num_rows: int, length: int, num_predicted: int) -> Activations:
@@ -246,9 +251,8 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
         return holder
 
     def count() -> int:
-        storages = (holder.tensor.untyped_storage() for holder in kept)
-        sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        return sum(size for storage, size in sizes.items() if storage not in watched.weights)
+        sizes = {holder.address: holder.num_bytes for holder in kept}
+        return sum(size for address, size in sizes.items() if address not in watched.weights)
 
     def enter(_layer: nn.Module, _inputs: tuple[Any, ...]) -> None:
         before.append(count())
@@ -297,6 +301,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # Most calls: of a fake tensor, each operation asks several times.
+            return args[0].fake_device
         self.num_operations += 1
         returned = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self._trained:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -318,7 +318,7 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout, width: 
 
 
 def count_kept(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, num_built: int = 3
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, num_built: int = 1
 ) -> Activations:
     """Return the bytes that a micro-batch saves for its backward pass, independent of the placement of weights.
 
@@ -326,8 +326,8 @@ def count_kept(
         config: Configuration of the run.
         model_config: Configuration of the part of the trained model that a process computes (``Layout.narrow``).
         layout: Layout, whose context-parallel ranks divide the tokens of a row.
-        num_built: Number of layers that are built, or more to have each kind; the others save as much as the last of
-            their kind.
+        num_built: Number of layers that are built, or more to have each kind after the first layer; the others save as
+            much as the last of their kind.
 
     Raises:
         ConfigError: The adapter does not fit the model, or its activations cannot be counted.
@@ -356,8 +356,8 @@ def count_kept(
     def count(batch: Batch) -> Activations:
         with explaining_model(model_config, "saves activations that cannot be counted", _MEASURE):
             kinds = _once(("kinds", *described), partial(_list_kinds, model_config))
-            # The first layer is built too: below the first adapter there are no gradients, so that it saves less.
-            number = max(num_built, *(1 + kinds.index(kind) for kind in {*kinds}))
+            # The first layer stands for no other: below the first adapter are no gradients, so that it saves less.
+            number = max([num_built, *(1 + kinds.index(kind, 1) for kind in {*kinds[1:]})])
             if getattr(model_config.get_text_config(), "hidden_size_per_layer_input", 0):
                 number = len(kinds)  # Outside of layers, embeddings of each layer are saved.
             shorter = partial(count_shortened, shorten(model_config, min(len(kinds), number)))
@@ -557,6 +557,7 @@ def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_
     return Held(size, size, round(states))
 
 
+@cache
 def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:

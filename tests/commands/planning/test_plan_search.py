@@ -495,7 +495,7 @@ SHARED = ["--use_vllm", "true", "--vllm_gpu_memory_utilization", 1e-6]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
+        (["--gpus", "2x4090", "--hardware", "ddp", "--max_length", 4_000_000], "in no layout"),
         (["--gpus", "1xH100", *SHARED], "--gpus: vLLM's weights and one answer do not fit its 0% of 1xH100"),
         (["--gpu", "H100", *SHARED], "--gpu: vLLM's weights and one answer do not fit its 0% of H100"),
     ],

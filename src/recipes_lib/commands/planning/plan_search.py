@@ -260,11 +260,11 @@ def list_starts(
     if not meshes:
         found = f"{only} is not among the layouts of {pluralize(number, 'GPU')} that are searched"
         raise ConfigError(Problem("--hardware", found, f"write one of {known}, or --gpu and --num_gpus for this file"))
+    documents = {file: read_launch_file(find_launch_file(file)) for file in dict.fromkeys(mesh[0] for mesh in meshes)}
     for file, sizes, stages in meshes:
         parts = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
         name = " ".join([file, *parts, *([f"stages {stages}"] if stages > 1 else [])])
-        document = read_launch_file(find_launch_file(file))
-        document |= {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
+        document = documents[file] | {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
         if config.training.get("fp16"):
             document["mixed_precision"] = "fp16"  # Shipped launch files have bf16, which GPUs before Ampere lack.
         if mesh := document.get("parallelism_config"):
@@ -425,13 +425,15 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
     config = config.with_training(smallest)
     axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
 
+    # Of the changes, layouts depend on the number of GPUs alone.
+    find_starts = cache(lambda count: list_starts(config, run.model_config, count)[0])
+
     def list_plans(chosen: Sequence[_Change]) -> Iterator[MemoryPlan]:
         changed, count = config, hardware.num_gpus
         for change in chosen:
             changed, count = change.apply(changed), count * change.factor
-        starts = list_starts(changed, run.model_config, count)[0].items()
         # Sharded first, because that fits more often.
-        for layout, start in reversed(starts):
+        for layout, start in reversed(find_starts(count).items()):
             if start.name in REPLICATED_OR_SHARDED and is_supported(changed, start, {}):
                 yield plan_memory(changed, run.model_config, layout, device_bytes=size)
 

@@ -23,7 +23,6 @@ from recipes_lib.files import verify_fields
 from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
 from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
-from recipes_lib.proving.results import read_rows
 from recipes_lib.quantities import format_figure, pluralize
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
@@ -135,6 +134,7 @@ def read_proof(folder: Path, device: Device) -> Measured:
     Raises:
         ConfigError: The folder has no measured MFU of this GPU.
     """
+    from recipes_lib.proving.results import read_rows
 
     def is_measured(machine: str) -> bool:
         # Small sizes (`--small`) show that the command works; their MFU is far from that of a training run.
