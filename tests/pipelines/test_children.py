@@ -44,9 +44,9 @@ def test_script_without_interpreter_is_rejected(tmp_path: Path) -> None:
 
 def test_lines_of_processes_are_labelled(capfd: pytest.CaptureFixture[str]) -> None:
     children = Children(is_labelled=True)
-    children.start("a", ["sh", "-c", "echo one; echo two >&2; printf '\\377'"], {})
+    children.start("a", ["sh", "-c", "echo one; printf '1\\r2\\n' >&2; printf '\\377'"], {})
     assert children.wait() == ("a", 0)
-    assert capfd.readouterr().out == "a | one\na | two\na | \ufffd\n"
+    assert capfd.readouterr().out == "a | one\na | 2\na | \ufffd\n"
 
 
 def test_process_left_behind_does_not_hold_its_stage(capfd: pytest.CaptureFixture[str]) -> None:

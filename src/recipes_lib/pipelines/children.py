@@ -110,7 +110,9 @@ class Children:
 
 def _print_lines(name: str, lines: Iterable[bytes]) -> None:
     for line in lines:
-        sys.stdout.write(f"{name} | {line.decode(errors='replace').rstrip()}\n")
+        # Of a progress bar, the last state.
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+        sys.stdout.write(f"{name} | {text}\n")
         sys.stdout.flush()
 
 
