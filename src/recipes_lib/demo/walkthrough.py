@@ -144,7 +144,7 @@ def run_demo(file: Path, output_dir: Path, num_jobs: int = 1) -> int:
         console.print(f"\nat {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
     pipeline = load_pipeline(file)
-    console.print("From your Python's sources to a small assistant: five to ten minutes on two cores.")
+    console.print("From your Python's sources to a small assistant: about six minutes on two cores.")
     announce("texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
