@@ -101,6 +101,7 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(tmp_path, monkeypatc
         (["--plan", "--num_processes", "0", "--keys"], "--keys: needs --check\n"),
         (["--plan", "--num_processes", "0"], "--num_processes: is 0\n    write a finite number >= 1"),
         (["--plan", "--device_hour_price", "-1"], "--device_hour_price: is -1\n    write a finite number >= 0"),
+        (["--executor", "slurm", "--jobs", "2"], "--jobs: has no effect on stages that slurm starts"),
         (["--launcher", "'srun"], "argument --launcher: invalid"),
     ],
 )

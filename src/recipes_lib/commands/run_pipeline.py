@@ -68,6 +68,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{pluralize(len(pipeline.stages), 'stage')}, ready to run\n")
         return EXIT_DONE
     if options.executor != "local":
+        if options.jobs > 1:
+            found = f"has no effect on stages that {options.executor} starts"
+            raise ConfigError(Problem("--jobs", found, "remove it"))
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE

@@ -59,7 +59,7 @@ class Children:
             found, remedy = f"cannot be started: {reason}", "name its interpreter: [bash, script.sh]"
             raise ConfigError(Problem(shlex.join(words), found, remedy)) from error
         self._processes[name] = process
-        if self.is_stopped:
+        if self.is_stopped:  # A signal that came before there was a process to receive it.
             process.terminate()
         Thread(target=self._follow, args=(name, process), daemon=True).start()
 

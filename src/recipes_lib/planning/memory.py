@@ -557,7 +557,7 @@ def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_
     return Held(size, size, round(states))
 
 
-@cache
+@cache  # Models that are planned are on the meta device, and do not change once they are built.
 def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:
