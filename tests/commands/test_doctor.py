@@ -167,12 +167,23 @@ def test_gpu_whose_properties_cannot_be_read_is_a_core_finding(monkeypatch: pyte
     assert (finding.verdict, finding.is_core) == ("broken", True)
 
 
-def test_each_gpu_is_listed_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_listed_with_its_memory_and_has_run_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of torch without kernels for the GPU (V100 with CUDA 13) fails at the first one, not before."""
+
+    def run_kernel(size: int, device: str) -> torch.Tensor:
+        if device == "cuda:1":
+            raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nhint")
+        return torch.zeros(size)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", total_memory=85e9))
-    found = [(one.name, one.detail) for one in doctor._probe_torch() if one.name.startswith("gpu")]
-    assert found == [("gpu 0", "H100, 85 GB"), ("gpu 1", "H100, 85 GB")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="V100", total_memory=34e9))
+    monkeypatch.setattr(torch, "ones", run_kernel)
+    first, second = (finding for finding in doctor._probe_torch() if finding.name.startswith("gpu"))
+    assert (first.name, first.verdict, first.detail) == ("gpu 0", "ok", "V100, 34 GB")
+    assert (second.name, second.verdict) == ("gpu 1", "broken")
+    assert "V100, 34 GB: AcceleratorError: CUDA error: no kernel image is available" in second.detail
+    assert "older GPUs need torch for an older CUDA" in second.remedy
 
 
 @pytest.mark.parametrize(("supported", "verdict"), [(True, "ok"), (False, "missing")])

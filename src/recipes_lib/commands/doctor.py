@@ -21,7 +21,7 @@ from rich.text import Text
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.environment import find_version
-from recipes_lib.errors import EXIT_DONE, EXIT_USER
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, explain_refusal
 from recipes_lib.quantities import pluralize
 
 DISTRIBUTION = "recipes-lib"
@@ -157,7 +157,15 @@ def _probe_torch() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            yield Finding(f"gpu {index}", "ok", f"{device.name}, {device.total_memory / 1e9:.0f} GB")
+            detail = f"{device.name}, {device.total_memory / 1e9:.0f} GB"
+            try:
+                # A kernel is run: a GPU that this build of torch has no kernels for is available, too.
+                torch.ones(1, device=f"cuda:{index}").item()
+                yield Finding(f"gpu {index}", "ok", detail)
+            except RuntimeError as error:
+                known = explain_refusal(error)
+                remedy = known.remedy if known else INSTALL_CUDA
+                yield Finding(f"gpu {index}", "broken", f"{detail}: {_first_line(error)}", remedy)
     elif obstacle := find_gpu_obstacle(read_environment()):
         yield Finding("gpu", "broken", f"torch cannot use it: {obstacle}", INSTALL_CUDA)
     else:
