@@ -52,7 +52,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
     }
     config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = load_tokenizer(config.model, config.tokens)
-    data = prepare(config, lambda _: tokenizer)
+    data = prepare(config, lambda: tokenizer)
     args, launch = build_training_arguments(config, read_launch(), has_eval=False), read_launch()
     model_config, _ = load_model_config(config.model)
     attention = choose_attention(config.model, model_config, args, packing=True)

@@ -55,7 +55,7 @@ def measure_ours(folder: Path, chats: str = "chats.jsonl") -> float:
         config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
         tokenizer = load_tokenizer(config.model, config.tokens)
         start = time.perf_counter()
-        prepare(config, lambda _: tokenizer)
+        prepare(config, lambda: tokenizer)
         return time.perf_counter() - start
 
 

@@ -100,7 +100,7 @@ def measure_ours(
     }
     config = load_config("pretrain", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = load_tokenizer(config.model, config.tokens)
-    rows = build_rows(config, prepare_tokens(config, lambda _: tokenizer), 1)
+    rows = build_rows(config, prepare_tokens(config, lambda: tokenizer), 1)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
     model.config.use_cache = False
     trainer = PretrainTrainer(

@@ -104,7 +104,7 @@ def measure_ours(corpus: Path) -> Figures:
         config = load_config("pretrain", [f"--{name}={value}" for name, value in keys.items()])
         tokenizer = load_tokenizer(config.model, config.tokens)
         watch = Stopwatch()
-        tokens = prepare_tokens(config, lambda _: tokenizer)
+        tokens = prepare_tokens(config, lambda: tokenizer)
         return watch.stop(tokens.train[0].num_tokens)
 
 

@@ -97,7 +97,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, rows_per_step: int) 
     }
     config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = load_tokenizer(config.model, config.tokens)
-    data = prepare(config, lambda _: tokenizer)
+    data = prepare(config, lambda: tokenizer)
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model_config, _ = load_model_config(config.model)
     attention = choose_attention(config.model, model_config, args, packing=True)

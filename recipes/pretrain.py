@@ -38,7 +38,7 @@ def main(run: Run) -> None:
     # Tokenise documents to disk, once; the rows of every step are then known in advance.
     tokenizer = load_tokenizer(config.model, config.tokens)
     num_tokens = count_run_tokens(config, run.launch.data_size)
-    tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
+    tokens = prepare_tokens(config, lambda: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
     rows = build_rows(config, tokens, run.launch.data_size)
     run.record(data=rows.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)

@@ -63,7 +63,7 @@ def test_training_reuses_data_prepared_by_check(chats, tiny_model_dir, tmp_path)
     argv = keys_for(chats, tiny_model_dir, tmp_path)
     run_check(argv)
     before = list_times()
-    assert not prepare(load_config("sft", argv), lambda _: pytest.fail("tokenised again")).is_new
+    assert not prepare(load_config("sft", argv), lambda: pytest.fail("tokenised again")).is_new
     assert before == list_times()
 
 

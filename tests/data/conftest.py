@@ -42,7 +42,7 @@ def make_chats() -> Callable[..., list[dict[str, Any]]]:
 def load_tokenizer(tiny_tokenizer: Any) -> Any:
     """Loader of the tiny tokenizer that counts its calls."""
 
-    def load(config: RecipeConfig) -> Any:
+    def load() -> Any:
         load.calls += 1  # type: ignore[attr-defined]
         return tiny_tokenizer
 

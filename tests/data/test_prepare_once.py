@@ -61,7 +61,7 @@ def test_second_call_does_not_tokenise(build, load_tokenizer, tokenized):
 
 
 def test_prepare_command_reports_new_and_existing_set(build, load_tokenizer, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "_load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(command, "_load_tokenizer", lambda _: load_tokenizer())
     config = build()
     keys = {
         "recipe": config.recipe,
@@ -120,7 +120,7 @@ def test_concurrent_caller_waits_for_first(build, load_tokenizer, tiny_tokenizer
     config, results = build(), []
     entered, release = threading.Event(), threading.Event()
 
-    def load_slowly(config):
+    def load_slowly():
         entered.set()
         release.wait()
         return tiny_tokenizer

@@ -44,7 +44,7 @@ def prepare_rows(recipe: str, model_dir: Path, rows: Path, folder: Path, shared:
         "packing": False,
     }
     config = load_config(recipe, [f"--{name}={value}" for name, value in keys.items()])
-    return config, prepare(config, lambda _: AutoTokenizer.from_pretrained(model_dir)).train
+    return config, prepare(config, lambda: AutoTokenizer.from_pretrained(model_dir)).train
 
 
 def train_trl(trainer: Any, arguments: Any, model: Any, model_dir: Path, rows: Path | Dataset, folder: Path) -> Any:

@@ -90,8 +90,8 @@ def test_public_dataset_layout_is_prepared_with_its_answers(tmp_path, tiny_model
     loaded = load_config(recipe, ["--config", str(config)])
     expected = [fill(answer, number) for number in range(4) for answer in answers]
 
-    def load_tokenizer(config):
-        return loading.load_tokenizer(config.model, config.tokens)
+    def load_tokenizer():
+        return loading.load_tokenizer(loaded.model, loaded.tokens)
 
     if recipe == "dpo":
         pairs = prepare_pairs(loaded, load_tokenizer).train

@@ -43,7 +43,7 @@ def test_memorised_chats_are_answered_in_plain_transformers(write, tmp_path):
     assert [answer["text"] for answer in answers] == ANSWERS
     assert all(answer["stopped"] for answer in answers)
 
-    packs = prepare(load_config("sft", ["--config", str(config)]), lambda _: pytest.fail("tokenised again")).train
+    packs = prepare(load_config("sft", ["--config", str(config)]), lambda: pytest.fail("tokenised again")).train
     prefixes = {}
     for pack in packs:
         ends = np.cumsum(pack["seq_lengths"])
@@ -94,7 +94,7 @@ def test_two_processes_reuse_prepared_set(write, tmp_path, tiny_model_dir):
     from transformers import AutoTokenizer
 
     parsed = load_config("sft", ["--config", str(config)])
-    prepared = prepare(parsed, lambda _: AutoTokenizer.from_pretrained(tiny_model_dir))
+    prepared = prepare(parsed, lambda: AutoTokenizer.from_pretrained(tiny_model_dir))
     made = {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")}
     run_script(RECIPE, "--config", config, num_processes=2)
     record = read_record(tmp_path / "a run")

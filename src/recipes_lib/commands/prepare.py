@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -48,17 +49,18 @@ def prepare(argv: Sequence[str]) -> None:
 
 def _prepare(config: RecipeConfig) -> tuple[Table, bool, list[str]]:
     """Return a summary of the prepared sets, whether any of them is new, and their paths."""
+    load = functools.cache(lambda: _load_tokenizer(config))  # Once, also for several sets.
     if config.recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
-        tokens = token_data.prepare_tokens(config, _load_tokenizer, num_tokens=config.pretraining.max_tokens)
+        tokens = token_data.prepare_tokens(config, load, num_tokens=config.pretraining.max_tokens)
         named = tokens.record.get("eval_datasets", {}).values()
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
     if config.recipe in ("ppo", "rloo", "grpo"):
         from recipes_lib.data import prompts
 
-        prepared = prompts.prepare_prompts(config, _load_tokenizer)
+        prepared = prompts.prepare_prompts(config, load)
         return prompts.render_summary(prepared), prepared.is_new, _describe(prepared)
     if config.recipe in ("reward", "dpo"):
         from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
@@ -68,9 +70,9 @@ def _prepare(config: RecipeConfig) -> tuple[Table, bool, list[str]]:
         from recipes_lib.data.packed.prepared_set import render_summary
     from recipes_lib.data.sources.mixtures import derive_eval_configs
 
-    prepared = prepare_rows(config, _load_tokenizer)
+    prepared = prepare_rows(config, load)
     sets = {
-        name: prepare_rows(derived, _load_tokenizer)
+        name: prepare_rows(derived, load)
         for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
     }
     places = [*_describe(prepared), *(f"{name}: {found.path}" for name, found in sets.items())]

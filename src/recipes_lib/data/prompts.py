@@ -116,7 +116,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *
         ConfigError: As ``prepare_prompts``.
         DataError: As ``prepare_prompts``.
     """
-    prepared = prepare_prompts(config, lambda _: tokenizer, local_rank=local_rank)
+    prepared = prepare_prompts(config, lambda: tokenizer, local_rank=local_rank)
     manifest, rows = prepared.manifest, open_rows(prepared.path, "rows").with_format(None)
     for finding in manifest["findings"]:
         logger.warning(Finding(**finding))
@@ -150,7 +150,7 @@ def prepare_prompts(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, lo
     identity = identify_set(read, rows="prompts", response_length=str(config.rewards.response_length))
 
     def build(staging: Path) -> dict[str, Any]:
-        return _build(read, load_tokenizer(config), identity, staging)
+        return _build(read, load_tokenizer(), identity, staging)
 
     return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
 

@@ -73,7 +73,7 @@ class PretrainInspection(Inspection):
         if self.tokenizer is None:
             return
         num_tokens = count_run_tokens(self.config, self.launch.data_size)
-        tokens = prepare_tokens(self.config, lambda _: self.tokenizer, num_tokens=num_tokens)
+        tokens = prepare_tokens(self.config, lambda: self.tokenizer, num_tokens=num_tokens)
         self._data = build_rows(self.config, tokens, self.launch.data_size)
         epochs = self._data.epochs.values()
         for source, weight, passes in zip(tokens.train, tokens.weights, epochs, strict=True):

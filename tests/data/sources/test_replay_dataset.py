@@ -161,14 +161,14 @@ def test_replay_share_of_documents_counts_tokens(build_config, write_rows, tiny_
         write_rows(f"{name}.jsonl", [{"text": f"Text {number} of the {name} baker"} for number in range(40)])
     keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "recipe": "pretrain"}
     config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.05)
-    data = prepare_tokens(config, lambda _: tiny_tokenizer)
+    data = prepare_tokens(config, lambda: tiny_tokenizer)
     assert [source.name.rpartition("/")[2] for source in data.train] == ["new.jsonl", "old.jsonl"]
     assert list(data.weights) == [0.95, 0.05]
     assert data.num_replayed == 1
     again = {**keys, "replay_dataset": keys["dataset_name"], "replay_share": 0.05, "test_split_size": 5}
     with pytest.raises(DataError, match=r"5 training rows are held-out rows too: .*new\.jsonl:"):
-        prepare_tokens(build_config(**again), lambda _: tiny_tokenizer)
-    assert prepare_tokens(build_config(**again, allow_eval_overlap=True), lambda _: tiny_tokenizer).eval
+        prepare_tokens(build_config(**again), lambda: tiny_tokenizer)
+    assert prepare_tokens(build_config(**again, allow_eval_overlap=True), lambda: tiny_tokenizer).eval
 
 
 @pytest.mark.parametrize(("size", "is_refused"), [(None, True), (0.2, True), (0.4, False)])
@@ -181,8 +181,8 @@ def test_documents_held_out_by_an_earlier_pretraining_run_are_not_trained_on(
     keys |= {"max_length": 16, "recipe": "pretrain", "replay_from": str(tmp_path), "test_split_size": size}
     if is_refused:
         with pytest.raises(DataError, match=r"\d+ training rows are held-out rows too"):
-            prepare_tokens(build_config(**keys), lambda _: tiny_tokenizer)
-    data = prepare_tokens(build_config(**keys, allow_eval_overlap=is_refused), lambda _: tiny_tokenizer)
+            prepare_tokens(build_config(**keys), lambda: tiny_tokenizer)
+    data = prepare_tokens(build_config(**keys, allow_eval_overlap=is_refused), lambda: tiny_tokenizer)
     sides = [{digest for one in side for digest in one.digests.tolist()} for side in (data.train, data.eval.values())]
     assert bool(sides[0] & sides[1]) == is_refused
 

@@ -33,7 +33,7 @@ def cosine(step: int, num_steps: int, num_warmup: int, floor: float) -> float:
 
 def train_by_loop(config, tokenizer, factors, sizes, isolated):
     """Return the losses of a torch loop on the same rows, one document or row at a time, with torch's AdamW."""
-    rows = build_rows(config, prepare_tokens(config, lambda _: tokenizer), 1)
+    rows = build_rows(config, prepare_tokens(config, lambda: tokenizer), 1)
     model_config, _ = find_model_config(config.model, tokenizer, config.tokens.max_length)
     model = start_causal_lm(config.model, model_config, "eager", seed=config.training.get("seed", 42))
     decaying = [p for p in model.parameters() if p.ndim >= 2]

@@ -20,7 +20,7 @@ def build(tmp_path, tiny_tokenizer_dir):
 
     def build_run(world_size=1, **keys):
         config = build_config(tmp_path, tiny_tokenizer_dir, **keys)
-        return build_rows(config, prepare_tokens(config, lambda _: tokenizer), world_size)
+        return build_rows(config, prepare_tokens(config, lambda: tokenizer), world_size)
 
     return build_run
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from recipes_lib.data.chat.encoder import RowEncoder
 
-TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
+TokenizerLoader = Callable[[], "PreTrainedTokenizerBase"]
 """Function that loads the tokenizer of a run; a parameter, because ``data`` does not import ``models``."""
 
 ROWS_PER_CHUNK: Final = 500

@@ -124,7 +124,7 @@ def prepare_set(
 
     def write(staging: Path) -> dict[str, Any]:
         with TokenFile(identity.root) as file:
-            splits, manifest = build(config, load_tokenizer(config), identity, file)
+            splits, manifest = build(config, load_tokenizer(), identity, file)
             write_splits(staging, splits)
         return manifest
 

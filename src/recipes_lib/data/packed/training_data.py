@@ -238,7 +238,7 @@ def load_training_data(
     """
 
     def prepare_run(run: RecipeConfig) -> PreparedSet:
-        return prepare(run, lambda _: tokenizer, local_rank=local_rank)
+        return prepare(run, lambda: tokenizer, local_rank=local_rank)
 
     if config.data.dataset_streaming:
         return add_eval_sets(config, _open_stream(config, tokenizer), prepare_run, [])

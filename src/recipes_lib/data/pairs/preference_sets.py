@@ -350,7 +350,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
     config = read_as_pairs(config)
 
     def prepare_run(run: RecipeConfig) -> PreparedSet:
-        return prepare_pairs(run, lambda _: tokenizer, local_rank=local_rank)
+        return prepare_pairs(run, lambda: tokenizer, local_rank=local_rank)
 
     fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
     data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))

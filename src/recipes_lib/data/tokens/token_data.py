@@ -149,7 +149,7 @@ def _prepare(
 
     @functools.cache
     def load_encoder() -> tuple[RowEncoder, int]:
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer()
         return build_encoder(select_options(config), tokenizer), count_ids(tokenizer)
 
     parts: list[_Part] = []

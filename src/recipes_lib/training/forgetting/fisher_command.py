@@ -118,7 +118,7 @@ def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
         from recipes_lib.training.trainers.pretraining_rows import build_rows
 
         tokens = prepare_tokens(
-            config, lambda _: tokenizer, local_rank=local_rank, num_tokens=count_run_tokens(config, 1)
+            config, lambda: tokenizer, local_rank=local_rank, num_tokens=count_run_tokens(config, 1)
         )
         rows = build_rows(config, tokens, 1).train
         return (rows[number] for number in range(len(rows)))
