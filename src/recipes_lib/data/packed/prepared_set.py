@@ -234,8 +234,8 @@ def separate_sides(config: RecipeConfig, sides: dict[str, EncodedMixture]) -> di
         if config.data.test_split_size is None:
             return sides
         groups = train.columns.get("prompt_digests", train.digests)
-        split = split_rows(groups, config.data.test_split_size, read_seed(config))
-        return {"train": train.take(split.train), "eval": train.take(split.test)}
+        kept, drawn = split_rows(groups, config.data.test_split_size, read_seed(config))
+        return {"train": train.take(kept), "eval": train.take(drawn)}
     problems: list[Problem] = []
     kinds = [(train.digests, held_out.digests, SHARES_ROW)]
     if "prompt_digests" in train.columns:
