@@ -42,9 +42,8 @@ from recipes_lib.data.packed.supervision_audit import (
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
-    build_order,
-    describe_replay,
     find_replay_warning,
+    read_order_seed,
     find_replayed,
 )
 from recipes_lib.data.sources.rows import BrokenRows
@@ -451,12 +450,19 @@ def open_set(
     if (replayed := find_replayed(config, manifest["max_length"])) is not None:
         other = prepare(replayed)
         trained.append((replayed, other))
-        order = build_order(config, count_terms(train), count_terms(other.train))
+        share, seed = config.forgetting.replay_share, read_order_seed(config)
+        order = ReplayOrder(count_terms(train), count_terms(other.train), share, seed=seed)
         train = join_rows(train, other.train)
         # Stored values of each row, such as log-probabilities of the reference model, cover both sets in this order.
         record |= {
             "key": compute_key({"sets": [prepared.key, other.key]}),
-            "replay": describe_replay(config, order, other),
+            "replay": {
+                "share": share,
+                "rows_per_epoch": order.rows_per_epoch,
+                "passes_per_epoch": order.replayed_per_epoch,
+                "prepared_set": str(other.path),
+                "train": other.manifest["train"],
+            },
         }
     return {
         "train": train,
