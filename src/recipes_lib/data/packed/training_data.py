@@ -62,28 +62,6 @@ def build_train_stream(
     return datasets.IterableDataset(ExamplesIterable(windows.repeat, {"epochs": epochs}))
 
 
-def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
-    """Read the held-out packs of a streamed run into memory; ``None`` without ``dataset_test_split``.
-
-    Repeated evaluation on several processes needs random access.
-    """
-    test = load_test_data(config.data)
-    if test is None:
-        return None
-    packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
-    return datasets.Dataset.from_list(packs).with_format("numpy")
-
-
-def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
-    """Pack and audit the first window of a stream; errors of the audit are findings, and not raised.
-
-    Raises:
-        DataError: The rows cannot be read or tokenised, or are too long.
-    """
-    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
-    return next(windows.pack())
-
-
 @dataclass(frozen=True, slots=True)
 class _Windows:
     """Windows of ``ROWS_PER_CHUNK`` rows of a stream, each encoded, truncated, packed and, for training, shuffled."""
@@ -261,16 +239,20 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
 
 
 def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    first = audit_first_window(config, tokenizer)
-    # A resumed run skips packs, which must be those of the same rows.
-    fingerprint = load_train_data(config.data, seed=read_seed(config)).fingerprint()
+    train, test = load_train_data(config.data, seed=read_seed(config)), load_test_data(config.data)
+    first, held_out = next(_Windows(config, tokenizer, train, "train").pack()), None
+    if test is not None:
+        # In memory: repeated evaluation on several processes needs random access.
+        packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
+        held_out = datasets.Dataset.from_list(packs).with_format("numpy")
     assert config.tokens.max_length is not None
     return TrainingData(
         train=build_train_stream(config, tokenizer),
-        eval=read_eval_packs(config, tokenizer),
+        eval=held_out,
         max_length=config.tokens.max_length,
         num_packs=None,
         audit=first.audit,
         findings=first.findings,
-        record={"streamed": True, "fingerprint": fingerprint, "first_window": asdict(first.audit)},
+        # A resumed run skips packs, which must be those of the same rows.
+        record={"streamed": True, "fingerprint": train.fingerprint(), "first_window": asdict(first.audit)},
     )
