@@ -27,7 +27,6 @@ from recipes_lib.data.packed.encoding import (
     encode_chunk,
     encode_mixture,
     read_seed,
-    show_progress,
     verify_unchanged,
 )
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
@@ -43,8 +42,8 @@ from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load
 from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
     find_replay_warning,
-    read_order_seed,
     find_replayed,
+    read_order_seed,
 )
 from recipes_lib.data.sources.rows import BrokenRows
 from recipes_lib.data.sources.splits import SHARES_ROW, refuse_overlap, split_rows
@@ -200,10 +199,8 @@ def encode_sides(
     """
     mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
-    sides = {}
-    for name, mixture in mixtures.items():
-        with show_progress(mixture.name) as on_rows:
-            sides[name] = encode_mixture(encode, mixture, broken[name], on_rows, file, config.tokens.dataset_num_proc)
+    num_workers = config.tokens.dataset_num_proc
+    sides = {name: encode_mixture(encode, mixtures[name], broken[name], file, num_workers) for name in mixtures}
     for mixture, fingerprint in zip(mixtures.values(), identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     limit = config.tokens.max_length

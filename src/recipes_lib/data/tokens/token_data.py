@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.token_ids import count_ids
-from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, show_progress
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.replay_dataset import find_replayed
 from recipes_lib.data.sources.splits import compute_row_digest, refuse_overlap
@@ -148,9 +147,8 @@ def _prepare(
     root = find_root(config)
 
     @functools.cache
-    def load_encoder() -> tuple[RowEncoder, int]:
-        tokenizer = load_tokenizer(config)
-        return build_encoder(select_options(config), tokenizer), count_ids(tokenizer)
+    def load_encoder() -> RowEncoder:
+        return build_encoder(select_options(config), load_tokenizer(config))
 
     parts: list[_Part] = []
     problems: list[Problem] = []
@@ -161,8 +159,7 @@ def _prepare(
             parts.append(_Part(corpus, wait_for_set(root, key)))
             continue
         try:
-            with show_progress(corpus.name) as on_rows:
-                parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_rows)))
+            parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder)))
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # A full disk also fails the next set.
                 raise
