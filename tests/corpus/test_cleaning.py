@@ -387,9 +387,8 @@ def test_chat_messages_are_cleaned_separately(tmp_path):
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
     config = build_config(tmp_path, repeated_lines="apply", repeated_lines_min_documents=2)
     make_corpus(replace(config, sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
-    found = [row["messages"] for row in read_corpus(tmp_path / "out")]
+    found = [row.messages for row in read_source(load_source(str(tmp_path / "out")))]
     assert found == [[{"role": "user", "content": "Write to <EMAIL> please"}, answer], chats[1]["messages"]]
-    assert len(list(read_source(load_source(str(tmp_path / "out"))))) == 2
 
 
 def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path, monkeypatch):
