@@ -394,6 +394,13 @@ class PreparedRows:
     order: ReplayOrder | None = None
 
     @property
+    def rows_per_epoch(self) -> int | None:
+        """Number of training rows per epoch, replayed ones included; ``None`` for a stream."""
+        if self.order is not None:
+            return self.order.rows_per_epoch
+        return None if self.record.get("streamed") else len(self.train)
+
+    @property
     def held_out(self) -> Mapping[str, Any]:
         """All held-out rows by name."""
         return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}

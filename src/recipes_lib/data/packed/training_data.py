@@ -175,11 +175,9 @@ class TrainingData(PreparedRows):
     """Packs with their statistics; columns ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``.
 
     Attributes:
-        num_packs: Number of training packs per epoch; ``None`` for a stream.
         audit: Figures of the training rows; for a stream, of its first window.
     """
 
-    num_packs: int | None
     audit: SplitAudit
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
@@ -221,8 +219,7 @@ def load_training_data(
     if config.data.dataset_streaming:
         return add_eval_sets(config, _open_stream(config, tokenizer), prepare_run, [])
     fields, trained = open_set(config, prepare_run, count_trained_tokens)
-    num_packs = len(fields["train"]) if fields["order"] is None else fields["order"].rows_per_epoch
-    data = TrainingData(**fields, num_packs=num_packs, audit=read_audit(fields["record"]["train"]))
+    data = TrainingData(**fields, audit=read_audit(fields["record"]["train"]))
     return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
@@ -250,7 +247,6 @@ def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Tr
         train=build_train_stream(config, tokenizer),
         eval=held_out,
         max_length=config.tokens.max_length,
-        num_packs=None,
         audit=first.audit,
         findings=first.findings,
         # A resumed run skips packs, which must be those of the same rows.
