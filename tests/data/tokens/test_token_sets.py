@@ -20,7 +20,8 @@ from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.data.store import find_set
 from recipes_lib.data.tokens import shards as token_shards
 from recipes_lib.data.tokens import token_sets
-from recipes_lib.data.tokens.token_sets import Corpus, load_corpora, make_token_set, open_side
+from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.token_sets import Corpus, load_corpora, make_token_set
 from recipes_lib.errors import DataError, Problem
 
 KEY = "0123456789abcdef" * 4
@@ -65,7 +66,7 @@ def identify(corpus: Corpus) -> dict[str, dict[str, str]]:
 
 
 def read_documents(prepared, side) -> list[list[int]]:
-    source = open_side(prepared, side, "a source")
+    source = TokenSource("a source", prepared.path / side, **prepared.manifest[side])
     ids, start, documents = source.read(0, source.num_tokens).tolist(), 0, []
     for length in source.read_document_lengths(0, source.num_tokens).tolist():
         documents.append(ids[start : start + length])

@@ -57,7 +57,10 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
     if keys.replay_from is None:
         data = DataConfig(dataset_name=keys.replay_dataset)
     else:
-        record = _read_keys(Path(keys.replay_from) / "run.json")
+        path = Path(keys.replay_from) / "run.json"
+        remedy = "name the output directory of a run, or write `replay_dataset: ...`"
+        record = read_record(path, {"config": dict}, remedy=remedy)["config"]
+        verify_fields(record, {**_OF_DATA, "loss_on": str | None, "seed": int | None}, str(path), remedy=remedy)
         data = DataConfig(**{name: record[name] for name in _OF_DATA if record.get(name) is not None})
         loss_on = record.get("loss_on")
         # The seed determines the held-out rows, and the rows that are drawn from the parts of a mixture.
@@ -68,13 +71,6 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
     tokens = dataclasses.replace(config.tokens, loss_on=loss_on, max_length=max_length or config.tokens.max_length)
     forgetting = dataclasses.replace(keys, replay_dataset=None, replay_from=None)
     return dataclasses.replace(config, data=data, tokens=tokens, training=training, forgetting=forgetting)
-
-
-def _read_keys(path: Path) -> Mapping[str, Any]:
-    remedy = "name the output directory of a run, or write `replay_dataset: ...`"
-    keys: dict[str, Any] = read_record(path, {"config": dict}, remedy=remedy)["config"]
-    verify_fields(keys, {**_OF_DATA, "loss_on": str | None, "seed": int | None}, str(path), remedy=remedy)
-    return keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, li
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
-from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
+from recipes_lib.data.tokens.shards import TokenWriter, is_whole
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.files import read_record, replace_record
 
@@ -276,14 +276,7 @@ def encode_documents(
 
 logger = logging.getLogger(__name__)
 
-Side = Literal["train", "eval"]
-
 PROGRESS_FILE: Final = ".progress.json"
-
-
-def open_side(prepared: PreparedSet, side: Side, name: str) -> TokenSource:
-    """Return the training documents of a token set, or its held-out ones."""
-    return TokenSource(name, prepared.path / side, **prepared.manifest[side])
 
 
 def make_token_set(
