@@ -204,18 +204,16 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
     """
     present = [source for source, unit in enumerate(units) if unit]
     period, num_parts = sum(units), max(1, 2 * len(present) - 2)
-    releases, deadlines, sources = [], [], []
-    for source in present:
-        done = np.arange(units[source]) * period * num_parts
-        divisor = num_parts * units[source]
-        releases.append(-(-(done + period) // divisor))
-        deadlines.append((done + period * (num_parts - 1)) // divisor)
-        sources.append(np.full(units[source], source))
-    release = np.concatenate(releases)
+    # Of each row, source after source: its source, and the number of rows of that source in all and before it.
+    owner = np.repeat(np.arange(len(units)), units)
+    num_rows, before = np.array(units)[owner], np.arange(period) - (np.cumsum(units) - units)[owner]
+    divisor, scaled = num_parts * num_rows, before * period * num_parts
+    release = -(-(scaled + period) // divisor)
+    deadline = (scaled + period * (num_parts - 1)) // divisor
     # Earliest deadline first is optimal for unit-time jobs with integer release times, so Tijdeman's bound holds.
     by_release = np.argsort(release, kind="stable")
     # Deadline and source as one integer, which a heap compares faster than a tuple.
-    jobs = (np.concatenate(deadlines) * len(units) + np.concatenate(sources))[by_release].tolist()
+    jobs = (deadline * len(units) + owner)[by_release].tolist()
     num_released = np.searchsorted(release[by_release], np.arange(1, period + 1), side="right").tolist()
     waiting: list[int] = []
     order, begun = [], 0
