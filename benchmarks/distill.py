@@ -84,7 +84,7 @@ def build_batch(rows: Any) -> Any:
     """Collate rows into the inputs of TRL's trainers."""
     import torch
 
-    from recipes_lib.data.masking import IGNORE_INDEX
+    from recipes_lib.data.packed.collators import IGNORE_INDEX
 
     ids = torch.from_numpy(np.stack([row["input_ids"] for row in rows]))
     labels = ids.clone()

@@ -60,7 +60,7 @@ def write_models(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-    from recipes_lib.data.masking import IGNORE_INDEX
+    from recipes_lib.data.packed.collators import IGNORE_INDEX
 
     if (folder / "fine-tuned").exists():
         return

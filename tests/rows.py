@@ -1,11 +1,15 @@
-"""Read and write JSON Lines files, such as datasets and metrics of runs."""
+"""Read and write rows: JSON Lines files, such as datasets and metrics of runs, and rows of a dataset's source."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes_lib.config.schema import DatasetFormat
+    from recipes_lib.data.sources.rows import Row, Source
 
 
 def write_rows(path: Path, rows: Iterable[Any], *, ensure_ascii: bool = False) -> Path:
@@ -17,6 +21,13 @@ def write_rows(path: Path, rows: Iterable[Any], *, ensure_ascii: bool = False) -
 def read_rows(path: Path) -> list[Any]:
     """Return the rows of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_source(source: Source, declared: DatasetFormat = "auto") -> Iterator[Row]:
+    """Return the valid rows of a source in canonical form, as of a mixture of one part."""
+    from recipes_lib.data.sources.mixtures import Mixture, Part
+
+    return Mixture(parts=[Part(source=source, format=declared)]).rows()
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

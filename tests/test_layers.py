@@ -174,7 +174,7 @@ def read_recipes() -> dict[str, str]:
 
 
 def test_library_sources_are_found() -> None:
-    assert {"errors.py", "config/schema.py", "data/masking.py", "losses/next_token.py"} <= set(read_library())
+    assert {"errors.py", "config/schema.py", "data/packed/collators.py", "losses/next_token.py"} <= set(read_library())
 
 
 @pytest.mark.parametrize("rule", [find_forbidden_imports, find_fence_breaches, find_slow_imports])
@@ -193,7 +193,7 @@ PLANTED = {
         ("data/chat.py", "from recipes_lib import models"),
         ("data/chat.py", "def f():\n    from recipes_lib.training import run"),
         ("data/chat.py", "if TYPE_CHECKING:\n    from recipes_lib.models.heads.loss_head import Head"),
-        ("models/heads.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
+        ("models/heads.py", "from recipes_lib.data.packed.collators import IGNORE_INDEX"),
         ("losses/dpo.py", "from recipes_lib.errors import ConfigError"),
         ("config/loader.py", "from recipes_lib.data.sources.rows import Row"),
         ("planning/schedule.py", "from recipes_lib.training.run import Run"),
@@ -218,7 +218,7 @@ PLANTED = {
 }
 ALLOWED = {
     find_forbidden_imports: [
-        ("data/chat.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
+        ("data/chat.py", "from recipes_lib.data.packed.collators import IGNORE_INDEX"),
         ("training/sft.py", "from recipes_lib.losses import next_token"),
         ("commands/check.py", "from recipes_lib import __version__"),
         ("cli.py", "from recipes_lib import __version__"),

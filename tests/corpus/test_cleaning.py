@@ -17,6 +17,7 @@ import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.faults.moments import EventCounter, kill_self
 from tests.forked import ROOT, limit_forked
+from tests.rows import read_source
 
 from recipes_lib import environment
 from recipes_lib.commands.clean import describe, main
@@ -24,7 +25,7 @@ from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.corpus import cleaning, inputs
 from recipes_lib.corpus.cleaning import make_corpus
-from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.environment import find_version
 from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import try_lock
@@ -106,7 +107,7 @@ def test_manifest_counts_add_up(planted):
 def test_corpus_folder_loads_as_pretraining_source(planted):
     folder, _, manifest = planted
     for name in (folder / "out", folder / "out" / "data" / "web"):
-        rows = list(read_rows(load_source(str(name))))
+        rows = list(read_source(load_source(str(name))))
         assert [row.text for row in rows] == [document["text"] for document in read_corpus(folder / "out")]
     assert manifest["mixture"] == [{"name": str(folder / "out" / "data" / "web"), "weight": 1.0}]
     assert [(source["epochs"], source["too_often"]) for source in manifest["sources"]] == [(1.0, False)]
@@ -279,7 +280,7 @@ def test_mixture_of_chats_and_texts_loads(tmp_path):
     manifest, _ = clean(tmp_path / "out", *sources)
     names = [f"{out}/data/text", f"{out}/data/chat"]
     assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
-    assert [len(list(read_rows(load_source(name)))) for name in names] == [1, 1]
+    assert [len(list(read_source(load_source(name)))) for name in names] == [1, 1]
     (tmp_path / "sft.yaml").write_text(json.dumps({"dataset_mixture": manifest["mixture"], "output_dir": out}))
     config = load_config("sft", ["--config", str(tmp_path / "sft.yaml"), "--model_name_or_path", "gpt2"])
     assert [entry["name"] for entry in config.data.dataset_mixture] == names
@@ -386,9 +387,8 @@ def test_chat_messages_are_cleaned_separately(tmp_path):
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
     config = build_config(tmp_path, repeated_lines="apply", repeated_lines_min_documents=2)
     make_corpus(replace(config, sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
-    found = [row["messages"] for row in read_corpus(tmp_path / "out")]
+    found = [row.messages for row in read_source(load_source(str(tmp_path / "out")))]
     assert found == [[{"role": "user", "content": "Write to <EMAIL> please"}, answer], chats[1]["messages"]]
-    assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
 
 
 def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_tokenizer_dir, tmp_path, monkeypatch):

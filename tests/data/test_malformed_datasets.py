@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.rows import read_source
 
-from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.local_files import COMPRESSIONS, READERS
 from recipes_lib.errors import DataError, Problem
 
@@ -53,7 +54,7 @@ def find_problems(path: Path) -> Sequence[Problem]:
     """
     problems: Sequence[Problem] = []
     try:
-        assert list(read_rows(load_source(str(path))))
+        assert list(read_source(load_source(str(path))))
     except DataError as error:
         problems = error.problems
     assert all(problem.where.startswith(str(path)) and problem.remedy for problem in problems)
@@ -318,7 +319,7 @@ def test_unreadable_file_is_located_error(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "open", refuse)
     source = load_source(str(path))
     with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
-        list(read_rows(source))
+        list(read_source(source))
     with pytest.raises(DataError, match="Permission denied"):
         source.fingerprint()
 
@@ -328,7 +329,7 @@ def test_overlong_line_is_located_error(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b'{"text": "' + b"a" * 100)
     with pytest.raises(DataError, match=r"d\.jsonl:2: a line longer than 100 bytes"):
-        list(read_rows(load_source(str(path))))
+        list(read_source(load_source(str(path))))
 
 
 @pytest.mark.parametrize("suffix", [*READERS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)])

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.forked import run_script
 from tests.rows import read_rows as read_lines
-from tests.rows import write_rows
+from tests.rows import read_source, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import parse_command
 from recipes_lib.corpus.decontamination import Index
-from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.demo import stdlib_texts
@@ -84,7 +84,7 @@ def test_first_stage_cleans_corpus(started, monkeypatch, capsys):
     clean([*stage.argv, "--workers", "1"])
     manifest = json.loads((folder / "corpus" / "corpus.json").read_text())
     held_out = [row["text"] for row in read_lines(Path("data/pretrain_held_out.jsonl"))]
-    kept = [row.text for row in read_rows(load_source("corpus"))]
+    kept = [row.text for row in read_source(load_source("corpus"))]
     assert manifest["documents"] == len(kept)
     index = Index(13)
     for text in held_out:

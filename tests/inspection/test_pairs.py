@@ -6,6 +6,7 @@ import re
 
 import pytest
 from tests.recipes.preferences import make_rows
+from tests.rows import write_rows
 from trl import DPOConfig
 
 ROWS = [
@@ -24,6 +25,16 @@ def test_valid_run_is_ready_with_figures_of_rows(run_check, recipe):
     assert "5 steps, 1.00 epochs" in output
     assert "a prompt is computed once for both answers, which saves" in output
     assert output.endswith("ready to train\n")
+
+
+def test_steps_count_replayed_pairs(run_check, tmp_path):
+    """As in training: with two thirds of each epoch replayed, it has three times as many pairs."""
+    old = write_rows(tmp_path / "old.jsonl", [{**row, "prompt": f"Before {at}?"} for at, row in enumerate(ROWS)])
+    keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    assert "6 steps, 1.00 epochs" in run_check("dpo", ROWS, **keys)[1]
+    problems, output = run_check("dpo", ROWS, replay_dataset=old, replay_share=2 / 3, **keys)
+    assert not problems, problems
+    assert "18 steps, 1.00 epochs" in output
 
 
 def test_learning_rates_and_groups_are_those_of_recipe(run_check):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, *
     # The student's, so that several of its predictions agree with the teacher's.
     bias = make_student(dtype)[2][:SHARED].detach()
     targets = torch.randint(0, SHARED, (NUM_TOKENS,), generator=generator)
-    return DistillationTargets(targets, TeacherHead(hidden, weight, bias, **options), objective)
+    return DistillationTargets(targets, TeacherHead(hidden, weight, {"bias": bias, **options}), objective)
 
 
 def dense_loss(
@@ -54,7 +53,8 @@ def dense_loss(
     """Loss, cross-entropy and divergence from dense logits, by torch's own functions."""
     objective, teacher = supervision.objective, supervision.teacher
     logits = dense_logits(*student, **options)
-    teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
+    teacher_logits = dense_logits(teacher.hidden, teacher.weight, **teacher.transform)
+    teacher_logps = (teacher_logits / objective.temperature).log_softmax(-1)
     student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
     divergence = dense_divergence(teacher_logps, student_logps, objective.beta).sum()
     nll = functional.cross_entropy(logits, supervision.targets, reduction="sum")
@@ -86,7 +86,8 @@ def test_distillation_head_equals_dense_computation(objective, options, chunk_si
 @pytest.mark.parametrize("chunk_size", [5, None])
 def test_distillation_metrics_equal_dense_computation(chunk_size: int | None) -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
-    logits, teacher_logits = dense_logits(*student), dense_logits(*dataclasses.astuple(supervision.teacher))
+    teacher = supervision.teacher
+    logits, teacher_logits = dense_logits(*student), dense_logits(teacher.hidden, teacher.weight, **teacher.transform)
     supervision.targets[:6] = logits[:6, :SHARED].argmax(-1)
     sums = run_head(student, supervision, chunk_size=chunk_size)
     torch.testing.assert_close(
@@ -182,7 +183,7 @@ def test_distillation_head_allocates_at_most_one_chunk_of_logits(beta: float) ->
     sizes = []
     for num_tokens in (64, 256):
         hidden, weight = torch.randn(num_tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
-        head = TeacherHead(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), softcap=3.0)
+        head = TeacherHead(torch.randn(num_tokens, 4), torch.randn(vocabulary, 4), {"softcap": 3.0})
         supervision = DistillationTargets(torch.randint(0, vocabulary, (num_tokens,)), head, Objective(0.5, beta, 2.0))
         with LargestTensor() as largest:
             compute_distillation(hidden, weight, supervision, chunk_size=chunk_size).loss_sum.backward()

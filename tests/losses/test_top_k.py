@@ -27,9 +27,9 @@ def keep_top(supervision: DistillationTargets, k: int, **changes: Any) -> Distil
     """The same supervision with the teacher's top k log-probabilities only."""
     head = supervision.teacher
     assert isinstance(head, TeacherHead)
-    options = {"bias": head.bias, "logit_scale": head.logit_scale, "softcap": head.softcap}
+    temperature = supervision.objective.temperature
     top = compute_top_logps(
-        head.hidden, head.weight, supervision.targets, k=k, temperature=supervision.objective.temperature, **options
+        head.hidden, head.weight, supervision.targets, k=k, temperature=temperature, **head.transform
     )
     return DistillationTargets(supervision.targets, top._replace(**changes), supervision.objective)
 
@@ -40,9 +40,8 @@ def test_top_k_equals_torch(dtype: torch.dtype) -> None:
     supervision = make_supervision(Objective(temperature=2.0), dtype)
     head, top = supervision.teacher, keep_top(supervision, 5).teacher
     assert isinstance(top, TopLogps)
-    assert head.bias is not None
     wide = torch.promote_types(dtype, torch.float32)
-    logits = functional.linear(head.hidden, head.weight).to(wide) + head.bias
+    logits = functional.linear(head.hidden, head.weight).to(wide) + head.transform["bias"]
     logps = (logits / 2).log_softmax(-1)
     values, ids = logps.topk(5)
     torch.testing.assert_close((top.logps, top.ids), (values, ids))

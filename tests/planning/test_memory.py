@@ -524,7 +524,7 @@ class Loss:
             return compute_token_logps(
                 self.hidden, self.weight, self.targets, with_statistics=with_statistics, **options
             ).logps.sum()
-        teacher = TeacherHead(self.hidden.detach(), self.weight.detach(), **options)
+        teacher = TeacherHead(self.hidden.detach(), self.weight.detach(), options)
         source: TeacherHead | TopLogps = teacher
         beta = 0.5 if recipe == "distill mixture" else 0.0
         if recipe == "distill stored":

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -366,13 +366,11 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
         ConfigError: A worker was killed.
     """
     cleaning = [job for job in jobs if job.name.startswith("cleaning")]
-    with ExitStack() as stack:
-        pool: ProcessPoolExecutor | None = None
+    # Spawn, not fork: a lock held by a library's thread at the time of the fork stays locked in the child.
+    context = get_context("spawn")
+    # Orphaned workers would finish the queued tasks, whose files the next run also writes.
+    with ProcessPoolExecutor(num_workers, context, end_with_parent) if num_workers > 1 else nullcontext() as pool:
         for group in (cleaning, *([job] for job in jobs if job not in cleaning)):
-            if num_workers > 1 and pool is None and sum(job.num_tasks for job in group) > 1:
-                # Spawn, not fork: a lock held by a library's thread at the time of the fork stays locked in the child.
-                # Orphaned workers would finish the queued tasks, whose files the next run also writes.
-                pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn"), end_with_parent))
             run_together(group, pool)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 from collections import Counter
@@ -49,7 +48,7 @@ def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         texts.append(text)
         return PART_END
 
-    emptied = {name: _replace_texts(value, take) if name in _TEXT_COLUMNS else value for name, value in columns.items()}
+    emptied = _replace_texts(columns, take, _TEXT_COLUMNS)
     return PART_END.join(texts), emptied
 
 
@@ -57,19 +56,17 @@ def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the columns of ``split_chat`` with their placeholders replaced by the parts of ``text``."""
     # In the order of `split_chat`: both traverse the columns in the same way.
     parts = iter(text.split(PART_END))
-    return {
-        name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
-        for name, value in columns.items()
-    }
+    joined: dict[str, Any] = _replace_texts(columns, lambda _: next(parts), _TEXT_COLUMNS)
+    return joined
 
 
-def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace the texts of a prompt, a completion, messages or one message; roles and tool calls are unchanged."""
+def _replace_texts(value: Any, replace: Callable[[str], str], names: Sequence[str] = _TEXT_KEYS) -> Any:
+    """Replace the texts of a prompt, a completion, messages, or an object: those of its entries ``names``."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, list):
         return [_replace_texts(item, replace) for item in value]
-    return {name: _replace_texts(item, replace) if name in _TEXT_KEYS else item for name, item in value.items()}
+    return {name: _replace_texts(item, replace) if name in names else item for name, item in value.items()}
 
 
 def spell_calls(columns: Mapping[str, Any]) -> str:
@@ -163,13 +160,12 @@ class Samples:
     def __init__(self, limit: int, hide: Hide | None = None) -> None:
         """Keep up to ``limit`` documents for each name, masked by ``hide``."""
         self.limit, self._hide = limit, hide
-        self._kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        self._kept: dict[str, dict[int, dict[str, Any]]] = {}
 
     def add(self, name: str, document: Document, before: str = "") -> None:
         """Add a candidate to the sample ``name``; ``before``: its text before the step."""
-        digest = hash_name(document.id)
-        kept = self._kept.setdefault(name, [])
-        if len(kept) < self.limit or (kept and digest < -kept[0][0]):
+        digest, kept = hash_name(document.id), self._kept.get(name, {})
+        if len(kept) < self.limit or digest < max(kept, default=0):
             text, after = (quote(one, self._hide) for one in (before or document.text, document.text))
             sample = {"id": quote(document.id, self._hide), "text": text, "hash": digest}
             if "repeats" in document.metadata:
@@ -180,17 +176,14 @@ class Samples:
 
     def merge(self, name: str, sample: dict[str, Any]) -> None:
         """Add an entry, also one from another task's ``list``."""
-        kept = self._kept.setdefault(name, [])
-        if sample["hash"] in [-key for key, _ in kept]:
-            return
-        # Negated hashes: the root of heapq's min-heap is then the largest hash, which is dropped first.
-        heapq.heappush(kept, (-sample["hash"], sample))
+        kept = self._kept.setdefault(name, {})
+        kept.setdefault(sample["hash"], sample)
         if len(kept) > self.limit:
-            heapq.heappop(kept)
+            del kept[max(kept)]
 
     def list(self) -> dict[str, list[dict[str, Any]]]:
         """Return the samples by name, in the order of their hashes."""
-        return {name: [sample for _, sample in sorted(kept, reverse=True)] for name, kept in sorted(self._kept.items())}
+        return {name: [kept[digest] for digest in sorted(kept)] for name, kept in sorted(self._kept.items())}
 
 
 class Ledger:

@@ -118,10 +118,9 @@ def split_lines(text: str, unit: str) -> list[str]:
 
 def hash_lines(text: str, unit: str) -> HashArray:
     """Return a hash of every line or paragraph, ``uint64 (L,)``; 0 for blank ones, which are never removed."""
-    stripped = (line.strip() for line in split_lines(text, unit))
     values = (
         int.from_bytes(hashlib.blake2b(line.encode(errors="replace"), digest_size=8).digest()) if line else 0
-        for line in stripped
+        for line in map(str.strip, split_lines(text, unit))
     )
     return np.fromiter(values, np.uint64)
 
@@ -380,8 +379,7 @@ def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: 
         for lines, owners in table.iterate_lines():
             chosen = (lines != 0) & (status[owners] == KEPT) & (lines % np.uint64(num_slices) == number)
             collected.append((lines[chosen], owners[chosen]))
-        keys = np.concatenate([lines for lines, _ in collected])
-        owners = np.concatenate([own for _, own in collected])
+        keys, owners = map(np.concatenate, zip(*collected, strict=True))
         # By line, then by document: the first of each run is the first document of a line.
         order = np.lexsort((owners, keys))
         keys, owners = keys[order], owners[order]

@@ -418,16 +418,15 @@ def interleave_rows(source: Source) -> Iterator[Entry]:
     # Every stride-th part first, so that the first rows come from all parts of the source.
     stride = -(-len(parts) // places)
     waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
-    while waiting:
-        active, waiting = waiting[:places], waiting[places:]
-        while active:
-            for rows in list(active):
-                try:
-                    yield next(rows)
-                    continue
-                except StopIteration:
-                    pass
-                except DataError as error:
-                    yield from error.problems
-                active.remove(rows)
-                active += [waiting.pop(0)] if waiting else []
+    active, waiting = waiting[:places], waiting[places:]
+    while active:
+        for rows in list(active):
+            try:
+                yield next(rows)
+                continue
+            except StopIteration:
+                pass
+            except DataError as error:
+                yield from error.problems
+            active.remove(rows)
+            active += [waiting.pop(0)] if waiting else []

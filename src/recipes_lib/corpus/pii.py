@@ -54,8 +54,9 @@ def is_luhn(digits: str) -> bool:
     return (sum(values[::2]) + sum(doubled)) % 10 == 0
 
 
-def is_card(digits: str) -> bool:
-    """Return whether digits are a card number: prefix and length of a network, and Luhn."""
+def is_card(text: str) -> bool:
+    """Return whether digits, in groups or not, are a card number: prefix and length of a network, and Luhn."""
+    digits = re.sub("[ -]", "", text)
     return bool(_CARD_NETWORKS.fullmatch(digits)) and is_luhn(digits)
 
 
@@ -68,7 +69,8 @@ _CARD_NETWORKS: Final = re.compile(
 
 
 def is_iban(text: str) -> bool:
-    """Return whether a text without spaces is an IBAN: length of its country, and 1 modulo 97 (ISO 13616)."""
+    """Return whether a text, in groups or not, is an IBAN: length of its country, and 1 modulo 97 (ISO 13616)."""
+    text = text.replace(" ", "")
     if len(text) != _IBAN_LENGTHS.get(text[:2]):
         return False
     # ISO 13616: country and check digits are moved to the end, and letters are numbers from A = 10, as in base 36.
@@ -79,12 +81,11 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
     return lambda text: len(text) if is_valid(text) else 0
 
 
-def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
-    """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
-    compact, ends = re.sub("[ -]", "", text), [*(found.start() for found in re.finditer("[ -]", text)), len(text)]
-    # From the longest prefix: the candidate can include unrelated groups of digits after the number.
-    prefixes = ((compact[: end - num_separators], end) for num_separators, end in reversed([*enumerate(ends)]))
-    return next((end for prefix, end in prefixes if is_valid(prefix)), 0)
+def _measure(text: str, is_valid: Callable[[str], bool]) -> int:
+    """Return the length of the longest prefix, ending at a space or hyphen, that is valid."""
+    # The candidate can include digits after the number, such as those of the next one.
+    ends = (found.start() for found in re.finditer("[ -]|$", text))
+    return max((end for end in ends if is_valid(text[:end])), default=0)
 
 
 def _is_public_ip(text: str) -> bool:
@@ -99,13 +100,6 @@ def _is_phone(text: str) -> bool:
     if text.startswith("+"):
         return 8 <= len(digits) <= 15 and not re.fullmatch(r"\+\d{4,}\.\d+", text)  # ITU-T E.164; a decimal number
     return digits[0] in "23456789" and digits[3] in "23456789"  # North America: area and exchange
-
-
-def _measure_phone(text: str) -> int:
-    """Return the length of the longest prefix, ending at a space or hyphen, that is a phone number."""
-    # The candidate can include digits after the number, such as those of the next one.
-    ends = (found.start() for found in re.finditer("[ -]|$", text))
-    return max((end for end in ends if _is_phone(text[:end])), default=0)
 
 
 def _is_ssn(text: str) -> bool:
@@ -149,12 +143,12 @@ PATTERNS: Final = (
     Pattern(
         "iban",
         re.compile(r"[A-Z](?<!(?a:\w)[A-Z])[A-Z]\d{2}(?: ?[A-Z0-9]){11,32}(?!(?a:\w))"),
-        functools.partial(_measure_grouped, is_valid=is_iban),
+        functools.partial(_measure, is_valid=is_iban),
     ),
     Pattern(
         "phone",  # Before cards: +4915... with 13 digits can be a card number too.
         re.compile(r"\+(?<!(?a:\w)\+)[1-9]\d{0,2}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,8})){1,5}(?!(?a:\w))"),
-        _measure_phone,
+        functools.partial(_measure, is_valid=_is_phone),
         ("+",),
     ),
     Pattern(
@@ -164,7 +158,7 @@ PATTERNS: Final = (
             r"[2-6](?<!(?a:[\w.-])[2-6])(?:\d{12,18}|\d{3}(?:[ -]?\d{4}){2}[ -]?\d{1,4}(?:[ -]?\d{1,3})?"
             r"|\d{3}[ -]\d{6}[ -]\d{4,5})(?!(?a:[\w-]))"
         ),
-        functools.partial(_measure_grouped, is_valid=is_card),
+        functools.partial(_measure, is_valid=is_card),
     ),
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(

@@ -247,12 +247,7 @@ class Toxicity:
     name = "toxicity"
 
     def __init__(
-        self,
-        paths: Sequence[str],
-        keep_fraction: float,
-        classifier: str | None = None,
-        label: str = "",
-        threshold: float = 0.5,
+        self, paths: Sequence[str], keep_fraction: float, classifier: str | None, label: str, threshold: float
     ) -> None:
         """Read the word lists.
 

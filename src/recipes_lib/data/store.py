@@ -178,7 +178,7 @@ def make_set(
         try:
             manifest = {"key": key, "inputs": inputs, **build(staging)}
             with explain_disk_errors(root):
-                published = publish_set(staging, root, key, manifest, check_bytes=check_bytes)
+                published = publish_set(staging, root, key, manifest)
             is_kept = False  # The rename has moved the folder, unless another machine was first.
             return published
         finally:
@@ -223,19 +223,17 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
     return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"
 
 
-def publish_set(
-    staging: Path, root: Path, key: str, manifest: Mapping[str, Any], *, check_bytes: bool = False
-) -> PreparedSet:
+def publish_set(staging: Path, root: Path, key: str, manifest: Mapping[str, Any]) -> PreparedSet:
     """Write the manifest of a prepared set, and atomically rename its folder to its key.
 
-    If another process has published the same key in the meantime, its set is kept.
+    If another process has published the same key in the meantime, its set is kept, unless its files do not have the
+    recorded SHA-256.
 
     Args:
         staging: Folder of the set, under ``root``; files whose names start with a dot do not belong to the set.
         root: Folder of prepared sets.
         key: Key from ``compute_key``.
         manifest: JSON values.
-        check_bytes: Whether to replace an existing set of the key whose files do not have the recorded SHA-256.
 
     Raises:
         OSError: The disk is full, or ``root`` cannot be written.
@@ -251,7 +249,7 @@ def publish_set(
     # The directory entries must be on disk before the rename makes the folder visible.
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
-    if find_set(root, key, check_bytes=check_bytes) is None:
+    if find_set(root, key, check_bytes=True) is None:
         shutil.rmtree(target, ignore_errors=True)  # A damaged one.
         try:
             os.replace(staging, target)  # noqa: PTH105 - atomic, and refuses a folder that is not empty

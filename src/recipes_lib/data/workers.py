@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Final, Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar
 
 from recipes_lib import processes
 from recipes_lib.errors import ConfigError, Problem, UserError
@@ -85,10 +85,10 @@ class _Worker(Generic[Item, Result]):
 
     def receive(self) -> Result:
         with _explain_death():
-            error, result = self._pipe.recv()
-        if error is not None:
-            raise error
-        return cast(Result, result)
+            answer: Result | Exception = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def close(self) -> None:
         self._process.kill()
@@ -106,17 +106,15 @@ def _work(function: Callable[[Item], Result], parents: Connection, pipe: Connect
     with suppress(EOFError, ConnectionError, MemoryError):
         while True:
             item = pipe.recv()
-            error: Exception | None = None
-            result = None
             try:
-                result = function(item)
-            except UserError as raised:
-                error = raised
+                answer: Result | Exception = function(item)
+            except UserError as error:
+                answer = error
             except MemoryError:
                 raise
             except Exception:  # Not every exception can be pickled.
-                error = RuntimeError(traceback.format_exc())
-            pipe.send((error, result))
+                answer = RuntimeError(traceback.format_exc())
+            pipe.send(answer)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedConfig, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import IGNORE_INDEX
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids, sample_answers
 from recipes_lib.models.heads.scoring import read_positions

@@ -47,7 +47,7 @@ class SFTInspection(Inspection):
 
     def check_steps(self, report: Report) -> None:
         """Report steps and learning rates of the Trainer, and the size of a step."""
-        num_rows = self.report_schedule(report, self._data.num_packs)
+        num_rows = self.report_schedule(report, self._data.rows_per_epoch)
         targets = num_rows * self._data.audit.num_target_tokens / self._data.audit.num_packs
         rows = f"{pluralize(num_rows, 'row')} of up to {self._data.max_length:,} tokens"
         report(f"a step: {rows}, {targets:,.0f} targets")
@@ -216,7 +216,7 @@ class PairInspection(Inspection):
 
     def check_steps(self, report: Report) -> None:
         """Report steps and learning rates of the Trainer, and the size of a step."""
-        num_pairs = self.report_schedule(report, self._data.audit.num_pairs)
+        num_pairs = self.report_schedule(report, self._data.rows_per_epoch)
         tokens = num_pairs * self._data.audit.num_tokens / self._data.audit.num_pairs
         report(f"a step: {pluralize(num_pairs, 'pair')}, {tokens:,.0f} tokens with one copy of each prompt")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal, NamedTuple, Unpack
 
@@ -40,16 +40,12 @@ class TeacherHead:
     Attributes:
         hidden: Hidden states at the positions of the student's, ``(N, D)``.
         weight: Output embedding of the first ``C`` tokens of the student, in their order, ``(C, D)``.
-        bias: Bias of the projection, ``(C,)``.
-        logit_scale: Factor on the logits, applied before the soft cap.
-        softcap: Bound of the absolute value of the logits.
+        transform: From hidden states to logits; chunks are those of the student.
     """
 
     hidden: Tensor
     weight: Tensor
-    bias: Tensor | None = None
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    transform: LogitTransform = field(default_factory=LogitTransform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +159,9 @@ def _iterate_supervision(
     if isinstance(teacher, TopLogps):
         starts = range(0, len(supervision.targets), size)
         return (partial(_compute_top, teacher.take(slice(start, start + size)), objective) for start in starts)
-    transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
+    transform: LogitTransform = {**teacher.transform, "chunk_size": size}
     head = Projection(teacher.hidden, teacher.weight, **transform)
-    chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.bias)
+    chunks = head.iterate(teacher.hidden, teacher.weight.to(head.dtype), teacher.transform.get("bias"))
     return (partial(_compute_full, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
 

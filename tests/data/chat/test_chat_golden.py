@@ -21,10 +21,11 @@ from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+# These read content as a list of parts, as for images; rows have texts.
+PARTS = ["idefics3", "llava_next", "smolvlm"]
+ALL = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+TEMPLATES = [name for name in ALL if name not in PARTS]
 TWINS = [name for name in TEMPLATES if (FOLDER / f"{name}_training.jinja").exists()]
-# These read content as a list of parts, as for images; the chats contain only text parts.
-PARTS = {"idefics3", "llava_next", "smolvlm"}
 # GLM has no end-of-turn token: a turn ends where the next one starts, and generation stops at these tokens.
 OPEN_TURNS = {"glm4moe": "<|user|>"}
 
@@ -73,23 +74,18 @@ END = {
     "gemma": "<end_of_turn>",
     "glm4moe": "<|user|>",
     "gptoss": "<|return|>",
-    "idefics3": "<end_of_utterance>",
     "lfm2_2_5": "<|im_end|>\n",  # Templates with {% generation %} blocks that include the line break.
     "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>",
-    "llava_next": "</s>",
     "muse_glimmer": "<|eot|>",
     "nemotron": "<|im_end|>",
     "phi3": "<|end|>\n</s>",
     "qwen": "<|im_end|>",
-    "smolvlm": "<end_of_utterance>",
 }
 # Text between the generation prompt and the answer of a last turn without reasoning.
 OPENING = {
     "glm4moe": "\n<think></think>\n",
     "gptoss": "<|channel|>final<|message|>",
-    "idefics3": " ",
-    "llava_next": " ",
     "muse_glimmer": " to=user<|message|>",
     "nemotron": "</think>",
     "qwen3_5_nothink": "",
@@ -99,7 +95,6 @@ OPENING = {
     "qwen3_instruct_2507": "",
     "qwen3_vl": "",
     "qwen3": "<think>\n\n</think>\n\n",
-    "smolvlm": " ",
 }
 
 
@@ -113,8 +108,6 @@ def source(name: str) -> str:
 
 def row(name: str, shape: str) -> Row:
     messages = clean_messages(CHATS[shape], "messages")
-    if name in PARTS:
-        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     return Row(where="chats row 0", messages=messages, tools=TOOLS if shape == "tools" else None)
 
 
@@ -150,7 +143,13 @@ RENDERED = [
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", PARTS)
+def test_template_that_reads_content_as_parts_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match="chats row 0: "):
+        encode(name, "one turn")
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_rendered_text_agrees_with_apply_chat_template(name: str) -> None:
     encoder, tokenizer = build(name)
     # Compiled once for all tests of it, which takes most of their time.

@@ -103,14 +103,6 @@ def test_eos_token_ends_turn_without_terminator() -> None:
     assert [text[span.start : span.end] for span in spans] == ["b<|user|>", "d<|stop|>"]
 
 
-def test_content_written_in_parts_is_located() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    template = LOOP.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}") + PROMPT
-    assert find(template, row(parts, parts), 1) == [(1, "one two<|im_end|>")]
-    with pytest.raises(DataError, match="the answer of message 1"):
-        find(template.replace("m.content %}", "m.content[:1] %}"), row(parts, parts), 1)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [

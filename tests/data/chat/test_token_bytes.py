@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.data.chat.encoder import ByteEnds, compute_token_byte_lengths
-from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.chat.encoder import ByteEnds, MergedTokenError, compute_token_byte_lengths, count_tokens_before
 
 # Without "▁", which SentencePiece decodes as a space.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=60)

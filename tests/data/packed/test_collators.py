@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
-from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.collators import IGNORE_INDEX, PackedCollator
 
 PAD = 0
 packs = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4)

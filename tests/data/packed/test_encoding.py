@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from recipes_lib.errors import DataError, Problem
 
 
 @pytest.fixture
-def encode(tmp_path):
+def encode(tmp_path, monkeypatch):
     """Encode the rows of a run; return them, the problems, and the totals of rows and tokens after each chunk."""
     with TokenFile(tmp_path) as file:
 
@@ -40,7 +41,8 @@ def encode(tmp_path):
             def encode_rows(rows, row_ids):
                 return encode_chunk(encoder, rows, row_ids), {"row_ids": np.array(row_ids, np.int64)}
 
-            encoded = encode_mixture(encode_rows, mixture, broken, lambda *pair: counts.append(pair), file, None)
+            monkeypatch.setattr(encoding, "show_progress", lambda _: nullcontext(lambda *pair: counts.append(pair)))
+            encoded = encode_mixture(encode_rows, mixture, broken, file, None)
             assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
             return encoded, broken.list_problems(mixture.name), counts
 
@@ -57,8 +59,8 @@ def test_encoding_is_independent_of_chunk_size(build_config, encode, tiny_tokeni
     assert not problems
     assert counts[-1] == (len(rows), encoded.examples.lengths.sum())
     assert len(rows) == len(encoded.examples)
-    assert encoded.examples.input_ids.tolist() == [token for row in expected for token in row.input_ids.tolist()]
-    assert encoded.examples.loss_mask.tolist() == [flag for row in expected for flag in row.loss_mask.tolist()]
+    assert encoded.examples.read()[0].tolist() == [token for row in expected for token in row.input_ids.tolist()]
+    assert encoded.examples.read()[1].tolist() == [flag for row in expected for flag in row.loss_mask.tolist()]
     assert encoded.examples.row_ids.tolist() == list(range(len(rows)))
     assert encoded.digests.tobytes() == b"".join(compute_row_digest(row) for row in rows)
 

@@ -7,7 +7,6 @@ import json
 import re
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 from tests import tiny
 from tokenizers import AddedToken
@@ -15,25 +14,18 @@ from tokenizers import AddedToken
 from recipes_lib.commands import prepare
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.packed.preview import Piece, PreviewRow, build_preview, compute_pieces, render_text
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.report.html_pages import write_page
 
 TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
 
 
-def example_of(tokenizer, text: str, targets: slice = slice(None)) -> Examples:
+def row_of(tokenizer, text: str, targets: slice = slice(1, None)) -> PreviewRow:
     ids = tokenizer(text)["input_ids"]
-    mask = np.zeros(len(ids), np.bool_)
-    mask[targets] = True
-    return build_examples([EncodedRow(np.array(ids, np.uint32), mask)], [0])
-
-
-def row_of(tokenizer, text: str, targets: slice = slice(None)) -> PreviewRow:
-    return PreviewRow("train.jsonl:1", compute_pieces(tokenizer, example_of(tokenizer, text, targets)))
+    chosen = range(len(ids))[targets]
+    return PreviewRow("train.jsonl:1", compute_pieces(tokenizer, ids, [at in chosen for at in range(len(ids))]))
 
 
 class Spans(HTMLParser):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.data.packed.training_data import audit_first_window, load_training_data, read_eval_packs
+from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15
@@ -98,7 +98,7 @@ def test_held_out_stream_rows_are_ordered_and_excluded(build_config, write_rows,
         return build_config(max_length=128, dataset_streaming=True, dataset_test_split=str(path), **options)
 
     apart, shared = build(100), build(30)
-    assert sorted(row_ids(read_eval_packs(apart, tiny_tokenizer))) == list(range(20))
+    assert sorted(row_ids(load_training_data(apart, tiny_tokenizer).eval)) == list(range(20))
     assert sorted(row_ids(build_train_stream(apart, tiny_tokenizer))) == list(range(40))
     with pytest.raises(DataError, match=r"held-out rows too: .*train\.jsonl:31 = .*held_out_30\.jsonl:1"):
         list(build_train_stream(shared, tiny_tokenizer))
@@ -117,10 +117,10 @@ def test_overlong_stream_rows_are_reported_or_truncated(build_config, tiny_token
 
 
 def test_first_window_audit_equals_prepared_audit(config, tiny_tokenizer):
-    packed = audit_first_window(config, tiny_tokenizer)
-    assert packed.audit.num_rows == ROWS_PER_WINDOW
-    assert packed.audit.stop_fraction == 1
-    assert all(finding.severity == "ok" for finding in packed.findings)
+    data = load_training_data(config, tiny_tokenizer)
+    assert data.audit.num_rows == ROWS_PER_WINDOW
+    assert data.audit.stop_fraction == 1
+    assert all(finding.severity == "ok" for finding in data.findings)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_record_of_stream_identifies_its_rows(config, write_rows, make_chats, ti
 def test_first_window_counts_duplicates(build_config, write_rows, make_chats, tiny_tokenizer):
     path = write_rows("twice.jsonl", [*make_chats(5), *make_chats(5)])
     config = build_config(dataset_name=str(path), max_length=128, dataset_streaming=True)
-    assert audit_first_window(config, tiny_tokenizer).audit.num_duplicates == 5
+    assert load_training_data(config, tiny_tokenizer).audit.num_duplicates == 5

@@ -41,8 +41,8 @@ def test_stream_yields_packs_of_prepared_set(config):
     assert isinstance(prepared.train, datasets.Dataset)
     assert isinstance(streamed.train, datasets.IterableDataset)
     # The stream has no end: its first epoch.
-    assert columns_of(prepared.train) == columns_of(islice(streamed.train, prepared.num_packs))
-    assert (prepared.num_packs, streamed.num_packs) == (len(prepared.train), None)
+    assert columns_of(prepared.train) == columns_of(islice(streamed.train, prepared.rows_per_epoch))
+    assert (prepared.rows_per_epoch, streamed.rows_per_epoch) == (len(prepared.train), None)
     assert prepared.audit.terminators == streamed.audit.terminators != []
     assert prepared.max_length == streamed.max_length == 64
     assert all(json.loads(json.dumps(data.record)) == data.record for data in (prepared, streamed))

@@ -11,7 +11,7 @@ from recipes_lib.config.schema import TokensConfig
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
+from recipes_lib.data.packed.training_data import build_train_stream, load_training_data
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.sources import rows as rows_module
 from recipes_lib.data.sources.rows import BrokenRows, Row, encode_valid
@@ -136,10 +136,10 @@ def test_stream_drops_broken_rows_up_to_limit(build_config, make_chats, tiny_tok
         read(max_broken_fraction=0.1)
     keys |= {"dataset_test_split": str(path), "allow_eval_overlap": True}
     held_out = build_config(**keys, max_broken_fraction=1)
-    eval_ids = np.concatenate(read_eval_packs(held_out, tiny_tokenizer)["row_ids"])
+    eval_ids = np.concatenate(load_training_data(held_out, tiny_tokenizer).eval["row_ids"])
     assert sorted(eval_ids) == sorted(set(range(48)) - set(places))
     if encoding.ROWS_PER_CHUNK == 500:
-        found = audit_first_window(build_config(**keys, max_broken_fraction=0.2), tiny_tokenizer).findings
+        found = load_training_data(build_config(**keys, max_broken_fraction=0.2), tiny_tokenizer).findings
         assert any("8 of 48 rows" in finding.found for finding in found)
 
 
@@ -150,7 +150,7 @@ def test_no_row_left_is_error_at_every_limit(build_config, load_tokenizer, tiny_
     with pytest.raises(DataError, match=r"3 of 3 rows \(100\.00%\) are broken"):
         prepare(build_config(**keys), load_tokenizer)
     with pytest.raises(DataError, match=r"3 of 3 rows \(100\.00%\) are broken"):
-        audit_first_window(build_config(**keys, dataset_streaming=True), tiny_tokenizer)
+        load_training_data(build_config(**keys, dataset_streaming=True), tiny_tokenizer)
 
 
 def endless():

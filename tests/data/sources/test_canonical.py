@@ -11,10 +11,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.rows import write_rows
+from tests.rows import read_source, write_rows
 
-from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_rows
-from recipes_lib.data.sources.rows import RawRow
+from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_entries
+from recipes_lib.data.sources.rows import RawRow, Row
 from recipes_lib.errors import ConfigError, DataError
 
 CHATS = [
@@ -50,7 +50,7 @@ def test_rows_are_equal_in_every_container(tmp_path: Path) -> None:
     write_rows(tmp_path / "folder" / "1.jsonl", rows[:2])
     write_rows(tmp_path / "folder" / "2.jsonl", rows[2:])
     for name in ("a.jsonl", "a.json", "b.json", "a.parquet", "saved", "folder", *ARROW):
-        found = list(read_rows(load_source(str(tmp_path / name))))
+        found = list(read_source(load_source(str(tmp_path / name))))
         assert [row.messages for row in found] == [row["messages"] for row in rows], name
 
 
@@ -72,7 +72,7 @@ def test_images_of_saved_dataset_are_not_decoded(tmp_path: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     image = {"bytes": b"no image", "path": None}
     datasets.Dataset.from_list([{"text": "a", "image": image}], features=features).save_to_disk(str(tmp_path))
-    (row,) = read_rows(load_source(str(tmp_path)))
+    (row,) = read_source(load_source(str(tmp_path)))
     assert row.text == "a"
 
 
@@ -84,13 +84,15 @@ def test_text_beside_its_answer_is_refused(answer: str, code: str, tmp_path: Pat
     """As in MBPP (`text`, `code`) and MultiPref (`text`, `completion_a`): the question alone would be trained on."""
     name = str(write_rows(tmp_path / "d.jsonl", [{"text": "What is 2 + 2?", code: answer, "id": 1}]))
     with pytest.raises(DataError, match=rf"question of `{code}`.*\n.*question: text, answer: {code}.*format: text"):
-        list(read_rows(load_source(name)))
+        list(read_source(load_source(name)))
     with pytest.raises(DataError, match="may be the question"):
         detect_source_format(load_source(name))
-    (row,) = read_rows(load_source(name, columns={"question": "text", "answer": code}))
+    (row,) = read_source(load_source(name, columns={"question": "text", "answer": code}))
     assert [message["content"] for message in row.messages or ()] == ["What is 2 + 2?", answer]
-    assert [row.text for row in read_rows(load_source(name), "text")] == ["What is 2 + 2?"]
-    assert [row.text for row in read_rows(load_source(name), as_documents=True)] == ["What is 2 + 2?"]
+    assert [row.text for row in read_source(load_source(name), "text")] == ["What is 2 + 2?"]
+    (document,) = read_entries(load_source(name).rows(), name, "auto", as_documents=True)
+    assert isinstance(document, Row)
+    assert document.text == "What is 2 + 2?"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_text_beside_its_answer_is_refused(answer: str, code: str, tmp_path: Pat
 )
 def test_text_beside_other_columns_is_a_text(other: dict[str, object], tmp_path: Path) -> None:
     name = str(write_rows(tmp_path / "d.jsonl", [{"text": "a b c", **other}]))
-    assert [row.text for row in read_rows(load_source(name))] == ["a b c"]
+    assert [row.text for row in read_source(load_source(name))] == ["a b c"]
 
 
 def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> Non
     path.write_text('{"text": "a"}\n{"text": 1}\n{\n{"text": "b"}\n{"text": ""}\n')
     seen = []
     with pytest.raises(DataError) as caught:
-        seen.extend(read_rows(load_source(str(path))))
+        seen.extend(read_source(load_source(str(path))))
     assert [row.text for row in seen] == ["a"]
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:3", f"{path}:5"]
 
@@ -115,7 +117,7 @@ def test_all_problems_are_raised_and_no_row_follows_first(tmp_path: Path) -> Non
 def test_equal_problems_are_merged(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "d.jsonl", [{"text": "a"}, {"text": ""}, *[{"text": 1}] * 30])
     with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(path))))
+        list(read_source(load_source(str(path))))
     empty, alike = caught.value.problems
     assert (empty.where, empty.found) == (f"{path}:2", "`text` is empty")
     assert alike.where == f"{path}:3"
@@ -201,10 +203,10 @@ def test_layout_is_detected_from_first_valid_row(tmp_path: Path) -> None:
 def test_dataset_columns_equal_renamed_dataset(tmp_path, row, columns, same) -> None:
     name = str(tmp_path / "d.jsonl")
     write_rows(tmp_path / "d.jsonl", [same or {"prompt": "a", "completion": "b"}])
-    expected = list(read_rows(load_source(name)))
+    expected = list(read_source(load_source(name)))
     write_rows(tmp_path / "d.jsonl", [row])
     renamed = load_source(name, columns=columns)
-    assert list(read_rows(renamed)) == list(read_rows(renamed)) == expected
+    assert list(read_source(renamed)) == list(read_source(renamed)) == expected
     assert renamed.fingerprint() not in (load_source(name).fingerprint(), load_source(name, columns={}).fingerprint())
 
 
@@ -218,7 +220,7 @@ def test_renamed_column_may_be_null_or_missing_in_first_row(tmp_path: Path, name
             pa.Table.from_pylist(rows, pa.schema([(column, pa.string()) for column in rows[1]])), tmp_path / name
         )
     source = load_source(str(tmp_path / name), columns={"question": "q", "answer": "a", "system": "preamble"})
-    assert [len(row.messages or ()) for row in read_rows(source)] == [2, 3]
+    assert [len(row.messages or ()) for row in read_source(source)] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_invalid_dataset_columns_are_refused(tmp_path, columns, error, words) ->
     row = {"question": "a", "a": "b", "number": "1", "graded": {"ground_truth": "1"}}
     path = write_rows(tmp_path / "d.jsonl", [row] * 2)
     with pytest.raises(error) as caught:
-        list(read_rows(load_source(str(path), columns=columns)))
+        list(read_source(load_source(str(path), columns=columns)))
     assert len(caught.value.problems) == 1
     assert words in str(caught.value)
 

@@ -17,10 +17,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.rows import read_source
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.sources import local_files
-from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.local_files import FileSource, compute_digest, load_files, open_file
 from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.errors import ConfigError, DataError, ReadFailedError
@@ -265,7 +266,7 @@ def test_compressed_parquet_file_is_read(suffix: str, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "d.parquet")
     path = tmp_path / f"d.parquet{suffix}"
     path.write_bytes(bytes(COMPRESS[suffix]((tmp_path / "d.parquet").read_bytes())))
-    assert [row.text for row in read_rows(load_source(str(path)))] == ["a", "b"]
+    assert [row.text for row in read_source(load_source(str(path)))] == ["a", "b"]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)

@@ -89,7 +89,7 @@ def test_replay_share_of_packs_counts_trained_tokens(write_all, tiny_tokenizer, 
     assert data.train[: len(plain.train)]["input_ids"][-1].tolist() == plain.train[-1]["input_ids"].tolist()
     terms = count_trained_tokens(data.train)
     assert terms.tolist() == [int(row["loss_mask"].sum()) for row in data.train]
-    rows = data.order.locate(np.arange(data.num_packs))
+    rows = data.order.locate(np.arange(data.rows_per_epoch))
     is_replayed = rows >= len(plain.train)
     shares = np.cumsum(np.where(is_replayed, terms[rows], 0)) - 0.2 * np.cumsum(terms[rows])
     assert is_replayed.any()
@@ -149,7 +149,7 @@ def test_replay_share_of_pairs_counts_pairs(build_config, write_rows, tiny_token
     config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.1, recipe="dpo")
     data = load_pair_data(config, tiny_tokenizer)
     plain = load_pair_data(build_config(**keys, recipe="dpo"), tiny_tokenizer)
-    assert (len(data.train), data.order.rows_per_epoch) == (40, 23)
+    assert (len(data.train), data.rows_per_epoch, plain.rows_per_epoch) == (40, 23, 20)
     assert data.record["key"] != plain.record["key"]
     assert [row["margin"] for row in data.train] == [0] * 20 + [0.5] * 20
     rows = data.order.locate(np.arange(1000))

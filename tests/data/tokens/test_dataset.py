@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.collators import IGNORE_INDEX, PackedCollator
 from recipes_lib.data.tokens.dataset import NO_SOURCE, EvalWindows, RowOrder, RowSkips, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,22 +12,25 @@ import pytest
 from recipes_lib.data import workers
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed.encoding import map_chunks
 from recipes_lib.data.sources.rows import BrokenRows, Row
 from recipes_lib.data.sources.splits import compute_row_digest
-from recipes_lib.data.tokens.token_sets import HoldOut, build_hold_out, encode_documents
+from recipes_lib.data.tokens.token_sets import build_hold_out, encode_documents
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 TEXTS = [f"{number} bakers weigh flour" * (number % 5 + 1) for number in range(40)]
+
+HOLD_NONE = build_hold_out((), None, 0)
 
 
 def make_rows(texts=TEXTS) -> list[Row]:
     return [Row(where=f"d.txt:{line}", text=text) for line, text in enumerate(texts, start=1)]
 
 
-def encode(rows, tokenizer, hold_out=None):
+def encode(rows, tokenizer, hold_out=HOLD_NONE):
     broken = BrokenRows()
-    encoder = RowEncoder(tokenizer, loss_on="all")
-    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken, None)), broken.list_problems("d.txt")
+    encode_rows = partial(encode_documents, RowEncoder(tokenizer, loss_on="all"), hold_out)
+    return list(map_chunks(rows, encode_rows, broken, None)), broken.list_problems("d.txt")
 
 
 def test_chunk_is_bounded_by_characters_for_any_layout(tiny_tokenizer, monkeypatch):
@@ -47,7 +51,8 @@ def test_reading_is_bounded_by_pending_work(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", 2)
     num_read = itertools.count(1)
     rows = (Row(where=f"endless row {next(num_read)}", text="text") for _ in itertools.repeat(None))
-    chunks = encode_documents(RowEncoder(tiny_tokenizer, loss_on="all"), rows, HoldOut(), BrokenRows(), 2)
+    encode_rows = partial(encode_documents, RowEncoder(tiny_tokenizer, loss_on="all"), HOLD_NONE)
+    chunks = map_chunks(rows, encode_rows, BrokenRows(), 2)
     for _ in range(5):
         next(chunks)
     chunks.close()
@@ -73,12 +78,12 @@ def test_tokenizer_error_is_not_row_problem(tiny_tokenizer):
             raise ConfigError(Problem("eos_token", "none"))
 
     with pytest.raises(ConfigError):
-        list(encode_documents(Unfit(), make_rows(), HoldOut(), BrokenRows(), None))
+        list(map_chunks(make_rows(), partial(encode_documents, Unfit(), HOLD_NONE), BrokenRows(), None))
 
 
 def held_out_texts(rows, size, seed=0) -> list[str]:
     rule = build_hold_out(rows, size, seed)
-    return sorted(row.text for row in rows if rule.holds(compute_row_digest(row)))
+    return sorted(row.text for row in rows if rule(compute_row_digest(row)))
 
 
 @pytest.mark.parametrize("size", [0.1, 0.5, 0.9])
@@ -89,7 +94,7 @@ def test_share_is_probability_per_document(size):
 
 
 def test_share_needs_no_preliminary_pass():
-    assert build_hold_out(iter(lambda: pytest.fail("read"), None), 0.1, seed=0).threshold > 0
+    assert callable(build_hold_out(iter(lambda: pytest.fail("read"), None), 0.1, seed=0))
 
 
 def test_number_holds_out_exactly_that_many_and_a_larger_one_a_superset():
@@ -115,7 +120,7 @@ def test_held_out_depends_only_on_content_and_seed(size):
 def test_chunk_marks_held_out_documents(tiny_tokenizer):
     rule = build_hold_out(make_rows(), 9, seed=3)
     (chunk,), _ = encode(make_rows(), tiny_tokenizer, rule)
-    assert chunk.is_held_out.tolist() == [rule.holds(compute_row_digest(row)) for row in make_rows()]
+    assert chunk.is_held_out.tolist() == [rule(compute_row_digest(row)) for row in make_rows()]
     taken = chunk.take(chunk.is_held_out)
     ends = np.cumsum(chunk.lengths)
     expected = [chunk.input_ids[end - n : end].tolist() for end, n in zip(ends, chunk.lengths, strict=True)]

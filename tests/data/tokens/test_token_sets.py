@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.data.store import find_set
 from recipes_lib.data.tokens import shards as token_shards
 from recipes_lib.data.tokens import token_sets
-from recipes_lib.data.tokens.token_sets import Corpus, load_corpora, make_token_set, open_side
+from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.token_sets import Corpus, load_corpora, make_token_set
 from recipes_lib.errors import DataError, Problem
 
 KEY = "0123456789abcdef" * 4
@@ -34,11 +36,11 @@ def small_shards(monkeypatch):
 
 
 @pytest.fixture
-def make(build_config, write_rows, tiny_tokenizer):
+def make(build_config, write_rows, tiny_tokenizer, monkeypatch):
     """Make the token set of 60 texts, or of another file, in a root folder."""
 
     def load_encoder():
-        return RowEncoder(tiny_tokenizer, loss_on="all"), 512
+        return RowEncoder(tiny_tokenizer, loss_on="all")
 
     # Of documents, a column beside the text is no answer.
     texts = [
@@ -50,7 +52,8 @@ def make(build_config, write_rows, tiny_tokenizer):
     def run(root: Path, num_tokens=None, on_rows=lambda *_: None, path=path, **options):
         (corpus,) = load_corpora(build_config(dataset_name=str(path), **options))
         corpus = dataclasses.replace(corpus, num_tokens=num_tokens)
-        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder, on_rows)
+        monkeypatch.setattr(token_sets, "show_progress", lambda _: nullcontext(on_rows))
+        return make_token_set(root, KEY, identify(corpus), corpus, load_encoder)
 
     make = run
     make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
@@ -63,7 +66,7 @@ def identify(corpus: Corpus) -> dict[str, dict[str, str]]:
 
 
 def read_documents(prepared, side) -> list[list[int]]:
-    source = open_side(prepared, side, "a source")
+    source = TokenSource("a source", prepared.path / side, **prepared.manifest[side])
     ids, start, documents = source.read(0, source.num_tokens).tolist(), 0, []
     for length in source.read_document_lengths(0, source.num_tokens).tolist():
         documents.append(ids[start : start + length])
@@ -258,8 +261,8 @@ class Stream:
 def test_interrupted_stream_resumes_from_full_shards(tmp_path, tiny_tokenizer, tokenized):
     def run(root, *breaks):
         corpus = Corpus(name="a/stream", source=Stream(list(breaks)), format="auto", num_tokens=400)
-        encoder = RowEncoder(tiny_tokenizer, loss_on="all"), 512
-        return lambda: make_token_set(root, KEY, identify(corpus), corpus, lambda: encoder, lambda *_: None)
+        encoder = RowEncoder(tiny_tokenizer, loss_on="all")
+        return lambda: make_token_set(root, KEY, identify(corpus), corpus, lambda: encoder)
 
     whole, broken = run(tmp_path / "whole")(), run(tmp_path / "root", 30)
     with pytest.raises(DataError, match="broke off"):

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from recipes_lib.data.masking import IGNORE_INDEX
-from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.collators import IGNORE_INDEX, PackedCollator
 from recipes_lib.errors import DataError
 from recipes_lib.losses.next_token import TokenSums
 from recipes_lib.models.heads.loss_head import add_loss_head

@@ -26,7 +26,6 @@ from recipes_lib.config.schema import LossOn
 from recipes_lib.config.token_ids import count_ids, find_prefix
 from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import ChatTemplate, TemplateError
-from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
@@ -34,6 +33,18 @@ from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 _BREAKS: Final = re.compile(r"\s[^\S ]")
 _EXCERPT: Final = 20
 _REMEDY: Final = "change the text, or use a tokenizer that can write it"
+
+
+class MergedTokenError(ValueError):
+    """A token has characters on both sides of a boundary; names both parts.
+
+    Attributes:
+        is_space: True if both parts are white space.
+    """
+
+    def __init__(self, before: str, after: str) -> None:
+        super().__init__(f"one token holds {before!r} and {after!r}")
+        self.is_space = before.isspace() and after.isspace()
 
 
 class Claim(NamedTuple):
@@ -384,6 +395,38 @@ class RowEncoder:
             loss_mask[first + num_before : len(ids) if is_plain else last] = True
             claims.append(Claim(draft.row.where, ids, first + num_before, last + num_before, draft.text[start:end]))
         return EncodedRow(ids, loss_mask, draft.remarks)
+
+
+def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
+    """Return the number of tokens before a character boundary.
+
+    Special tokens can absorb adjacent white space (``lstrip``, ``rstrip``); absorbed white space belongs to them.
+
+    Args:
+        encoding: Tokenisation of ``text``.
+        text: The full text.
+        character: Boundary, as an index into ``text``.
+        special_ids: Ids of special tokens.
+
+    Raises:
+        MergedTokenError: A token has characters on both sides of the boundary.
+    """
+    token = None
+    for at in range(character, len(text)):
+        token = encoding.char_to_token(at)
+        if token is not None:  # Normalisers and pre-tokenisers can drop characters, which have no token.
+            break
+    if token is None:
+        return len(encoding)
+    start, end = encoding.token_to_chars(token) or (character, character)
+    if start >= character:
+        return token
+    if encoding.ids[token] in special_ids:
+        if text[character:end].isspace():
+            return token + 1
+        if text[start:character].isspace():
+            return token
+    raise MergedTokenError(text[start:character], text[character:end])
 
 
 def _refuse(row: Row, error: MergedTokenError) -> DataError:

@@ -174,22 +174,14 @@ class WrittenCheck:
 
 
 def find_texts(message: Message) -> list[str]:
-    """Return the non-empty texts of a message, one per content part and one of calls, stripped as many templates do."""
-    content = message.get("content")
-    texts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
-    texts.append(message.get(CALLS_AS_TEXT))
+    """Return the non-empty texts of a message, its content and its calls as text, stripped as many templates do."""
+    texts = (message.get("content"), message.get(CALLS_AS_TEXT))
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 
 def reword(message: Message) -> Message:
-    """Return a copy of the message with each of its texts replaced by another one."""
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": _replace_text(content)}
-    return {
-        **message,
-        "content": [{**part, "text": _replace_text(part["text"])} if part.get("text") else part for part in content],
-    }
+    """Return a copy of the message with another text as content."""
+    return {**message, "content": _replace_text(message["content"])}
 
 
 def _read_name(call: Mapping[str, Any]) -> str:
@@ -503,8 +495,7 @@ class SpanFinder:
 
     def _open_answer(self, row: Row, num_messages: int) -> tuple[str, str]:
         """Return the text before a probe answer to the first ``num_messages`` messages, and that before its content."""
-        parts = any(isinstance(message.get("content"), list) for message in _list_messages(row))
-        answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
+        answer = {"role": "assistant", "content": PLACEHOLDER}
         probe = replace(row, messages=[*_list_messages(row)[:num_messages], answer])
         rendered = self._render(probe)
         turn = next((turn for turn in rendered.turns if turn.message == num_messages), None)

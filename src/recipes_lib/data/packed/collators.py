@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from recipes_lib.data.masking import IGNORE_INDEX
-
 Layout = Literal["rows", "flat"]
+
+IGNORE_INDEX: Final = -100
+"""Label of positions without a target; the default ``ignore_index`` of PyTorch's cross-entropy."""
 
 
 def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:

@@ -226,20 +226,14 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 
 
 def encode_mixture(
-    encode: Encode,
-    mixture: Mixture,
-    broken: BrokenRows,
-    on_rows: Callable[[int, int], None],
-    file: TokenFile,
-    num_workers: int | None,
+    encode: Encode, mixture: Mixture, broken: BrokenRows, file: TokenFile, num_workers: int | None
 ) -> EncodedMixture:
-    """Tokenise all valid rows of a mixture.
+    """Tokenise all valid rows of a mixture, and show the progress.
 
     Args:
         encode: Function that encodes the rows of a chunk, as for ``map_in_order``.
         mixture: The rows.
         broken: Receives the counts and problems of broken rows, which the caller raises.
-        on_rows: Called after each chunk with the total number of rows and of tokens.
         file: File for the tokens, which several mixtures can share; memory has only a few numbers per row.
         num_workers: Number of worker processes, as for ``map_in_order``.
 
@@ -253,12 +247,14 @@ def encode_mixture(
 
     parts, columns, num_rows, num_tokens = [], defaultdict(list), 0, 0
     # The empty first chunk determines the dtypes, in case no row is valid.
-    for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken, num_workers)):
-        parts.append(file.keep(examples))
-        for name, column in chunk.items():
-            columns[name].append(column)
-        num_rows, num_tokens = num_rows + len(examples), num_tokens + int(examples.lengths.sum())
-        on_rows(num_rows, num_tokens)
+    chunks = chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken, num_workers))
+    with show_progress(mixture.name) as on_rows:
+        for examples, chunk in chunks:
+            parts.append(file.keep(examples))
+            for name, column in chunk.items():
+                columns[name].append(column)
+            num_rows, num_tokens = num_rows + len(examples), num_tokens + int(examples.lengths.sum())
+            on_rows(num_rows, num_tokens)
     whole = {name: np.concatenate(chunks) for name, chunks in columns.items()}
     return EncodedMixture(mixture, concatenate_examples(parts), whole.pop("digests"), whole)
 

@@ -52,18 +52,8 @@ class Examples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def input_ids(self) -> npt.NDArray[np.uint32]:
-        """Token ids of all examples, concatenated, ``uint32 (N,)``."""
-        return self.read()[0]
-
-    @property
-    def loss_mask(self) -> npt.NDArray[np.bool_]:
-        """Mask of all examples, concatenated, ``bool (N,)``; True at targets."""
-        return self.read()[1]
-
     def read(self, chosen: IntArray | slice = slice(None)) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-        """Return ids, ``uint32 (N,)``, and loss mask, ``bool (N,)``, of the chosen examples, concatenated in order.
+        """Return ids, ``uint32 (N,)``, and loss mask, ``bool (N,)``, of chosen or all examples, concatenated in order.
 
         The mask is True at targets, and False at the first token of every example, which no token predicts.
         """

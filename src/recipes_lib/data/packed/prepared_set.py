@@ -27,7 +27,6 @@ from recipes_lib.data.packed.encoding import (
     encode_chunk,
     encode_mixture,
     read_seed,
-    show_progress,
     verify_unchanged,
 )
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
@@ -42,10 +41,9 @@ from recipes_lib.data.packed.supervision_audit import (
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
-    build_order,
-    describe_replay,
     find_replay_warning,
     find_replayed,
+    read_order_seed,
 )
 from recipes_lib.data.sources.rows import BrokenRows
 from recipes_lib.data.sources.splits import SHARES_ROW, refuse_overlap, split_rows
@@ -201,10 +199,8 @@ def encode_sides(
     """
     mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
-    sides = {}
-    for name, mixture in mixtures.items():
-        with show_progress(mixture.name) as on_rows:
-            sides[name] = encode_mixture(encode, mixture, broken[name], on_rows, file, config.tokens.dataset_num_proc)
+    num_workers = config.tokens.dataset_num_proc
+    sides = {name: encode_mixture(encode, mixtures[name], broken[name], file, num_workers) for name in mixtures}
     for mixture, fingerprint in zip(mixtures.values(), identity.inputs["sources"].values(), strict=True):
         verify_unchanged(mixture, fingerprint)
     limit = config.tokens.max_length
@@ -234,8 +230,8 @@ def separate_sides(config: RecipeConfig, sides: dict[str, EncodedMixture]) -> di
         if config.data.test_split_size is None:
             return sides
         groups = train.columns.get("prompt_digests", train.digests)
-        split = split_rows(groups, config.data.test_split_size, read_seed(config))
-        return {"train": train.take(split.train), "eval": train.take(split.test)}
+        kept, drawn = split_rows(groups, config.data.test_split_size, read_seed(config))
+        return {"train": train.take(kept), "eval": train.take(drawn)}
     problems: list[Problem] = []
     kinds = [(train.digests, held_out.digests, SHARES_ROW)]
     if "prompt_digests" in train.columns:
@@ -398,6 +394,13 @@ class PreparedRows:
     order: ReplayOrder | None = None
 
     @property
+    def rows_per_epoch(self) -> int | None:
+        """Number of training rows per epoch, replayed ones included; ``None`` for a stream."""
+        if self.order is not None:
+            return self.order.rows_per_epoch
+        return None if self.record.get("streamed") else len(self.train)
+
+    @property
     def held_out(self) -> Mapping[str, Any]:
         """All held-out rows by name."""
         return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
@@ -451,12 +454,19 @@ def open_set(
     if (replayed := find_replayed(config, manifest["max_length"])) is not None:
         other = prepare(replayed)
         trained.append((replayed, other))
-        order = build_order(config, count_terms(train), count_terms(other.train))
+        share, seed = config.forgetting.replay_share, read_order_seed(config)
+        order = ReplayOrder(count_terms(train), count_terms(other.train), share, seed=seed)
         train = join_rows(train, other.train)
         # Stored values of each row, such as log-probabilities of the reference model, cover both sets in this order.
         record |= {
             "key": compute_key({"sets": [prepared.key, other.key]}),
-            "replay": describe_replay(config, order, other),
+            "replay": {
+                "share": share,
+                "rows_per_epoch": order.rows_per_epoch,
+                "passes_per_epoch": order.replayed_per_epoch,
+                "prepared_set": str(other.path),
+                "train": other.manifest["train"],
+            },
         }
     return {
         "train": train,

@@ -10,15 +10,12 @@ from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_seed
-from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.tokens.token_sets import load_corpora, select_options
 from recipes_lib.errors import DataError
 
@@ -73,14 +70,13 @@ Shown = list[PreviewRow]
 Show = Callable[[Row], Shown]
 
 
-def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
-    """Return the tokens of a single example; a character of several tokens is the text of the last of them."""
-    ids = example.input_ids.tolist()
+def compute_pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], loss_mask: list[bool]) -> list[Piece]:
+    """Return the tokens of a row; a character of several tokens is the text of the last of them."""
     # Not `all_special_ids`, which lacks those that the tokenizer's configuration does not list.
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [
         Piece("".join(map(_show, text)), token_id, is_target, token_id in special)
-        for text, token_id, is_target in zip(_decode_each(tokenizer, ids), ids, example.loss_mask.tolist(), strict=True)
+        for text, token_id, is_target in zip(_decode_each(tokenizer, ids), ids, loss_mask, strict=True)
     ]
 
 
@@ -149,7 +145,8 @@ def _open_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tup
         encoder = build_encoder(config, tokenizer)
 
     def show(row: Row) -> Shown:
-        return [PreviewRow(row.where, compute_pieces(tokenizer, encode_chunk(encoder, [row], [0])))]
+        ids, loss_mask = encode_chunk(encoder, [row], [0]).read()
+        return [PreviewRow(row.where, compute_pieces(tokenizer, ids.tolist(), loss_mask.tolist()))]
 
     return rows, show
 
@@ -163,17 +160,14 @@ def _open_pairs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tup
     encoder = build_encoder(config, tokenizer)
 
     def show(row: Row) -> Shown:
-        ((prompt, *answers, _),) = encode_pairs(encoder, [row])
+        prompt, *answers = (ids.tolist() for ids in encode_pairs(encoder, [row])[0][:3])
         named = zip(("chosen", "rejected"), answers, strict=True)
         return [_preview_answer(tokenizer, f"{row.where}, {name}", prompt, answer) for name, answer in named]
 
     return rows, show
 
 
-def _preview_answer(
-    tokenizer: PreTrainedTokenizerBase, where: str, prompt: npt.ArrayLike, answer: npt.ArrayLike
-) -> PreviewRow:
+def _preview_answer(tokenizer: PreTrainedTokenizerBase, where: str, prompt: list[int], answer: list[int]) -> PreviewRow:
     """Return a row of a prompt and an answer, which may be empty and whose tokens are the targets."""
-    ids = np.concatenate([np.asarray(part, np.uint32) for part in (prompt, answer)])
-    example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= np.size(prompt))], [0])
-    return PreviewRow(where, compute_pieces(tokenizer, example))
+    loss_mask = [False] * len(prompt) + [True] * len(answer)
+    return PreviewRow(where, compute_pieces(tokenizer, prompt + answer, loss_mask))

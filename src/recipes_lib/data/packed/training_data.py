@@ -62,28 +62,6 @@ def build_train_stream(
     return datasets.IterableDataset(ExamplesIterable(windows.repeat, {"epochs": epochs}))
 
 
-def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
-    """Read the held-out packs of a streamed run into memory; ``None`` without ``dataset_test_split``.
-
-    Repeated evaluation on several processes needs random access.
-    """
-    test = load_test_data(config.data)
-    if test is None:
-        return None
-    packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
-    return datasets.Dataset.from_list(packs).with_format("numpy")
-
-
-def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
-    """Pack and audit the first window of a stream; errors of the audit are findings, and not raised.
-
-    Raises:
-        DataError: The rows cannot be read or tokenised, or are too long.
-    """
-    windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
-    return next(windows.pack())
-
-
 @dataclass(frozen=True, slots=True)
 class _Windows:
     """Windows of ``ROWS_PER_CHUNK`` rows of a stream, each encoded, truncated, packed and, for training, shuffled."""
@@ -197,11 +175,9 @@ class TrainingData(PreparedRows):
     """Packs with their statistics; columns ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``.
 
     Attributes:
-        num_packs: Number of training packs per epoch; ``None`` for a stream.
         audit: Figures of the training rows; for a stream, of its first window.
     """
 
-    num_packs: int | None
     audit: SplitAudit
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
@@ -243,8 +219,7 @@ def load_training_data(
     if config.data.dataset_streaming:
         return add_eval_sets(config, _open_stream(config, tokenizer), prepare_run, [])
     fields, trained = open_set(config, prepare_run, count_trained_tokens)
-    num_packs = len(fields["train"]) if fields["order"] is None else fields["order"].rows_per_epoch
-    data = TrainingData(**fields, num_packs=num_packs, audit=read_audit(fields["record"]["train"]))
+    data = TrainingData(**fields, audit=read_audit(fields["record"]["train"]))
     return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
@@ -261,16 +236,19 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
 
 
 def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
-    first = audit_first_window(config, tokenizer)
-    # A resumed run skips packs, which must be those of the same rows.
-    fingerprint = load_train_data(config.data, seed=read_seed(config)).fingerprint()
+    train, test = load_train_data(config.data, seed=read_seed(config)), load_test_data(config.data)
+    first, held_out = next(_Windows(config, tokenizer, train, "train").pack()), None
+    if test is not None:
+        # In memory: repeated evaluation on several processes needs random access.
+        packs = [pack for _, pack in _Windows(config, tokenizer, test, "eval").generate()]
+        held_out = datasets.Dataset.from_list(packs).with_format("numpy")
     assert config.tokens.max_length is not None
     return TrainingData(
         train=build_train_stream(config, tokenizer),
-        eval=read_eval_packs(config, tokenizer),
+        eval=held_out,
         max_length=config.tokens.max_length,
-        num_packs=None,
         audit=first.audit,
         findings=first.findings,
-        record={"streamed": True, "fingerprint": fingerprint, "first_window": asdict(first.audit)},
+        # A resumed run skips packs, which must be those of the same rows.
+        record={"streamed": True, "fingerprint": train.fingerprint(), "first_window": asdict(first.audit)},
     )

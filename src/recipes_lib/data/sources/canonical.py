@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.paths import HUB_ID, expand_home, suggest_sibling
-from recipes_lib.config.schema import DatasetFormat, TokensConfig
+from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, choose_config, find_suffix, load_files, read_card
 from recipes_lib.data.sources.messages import REASONING
 from recipes_lib.data.sources.readers import TextDocuments
-from recipes_lib.data.sources.rows import BrokenRows, Entry, RawRow, Row, Source
+from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
@@ -188,22 +188,6 @@ def _refuse_missing(source: Source, columns: Mapping[str, str | None]) -> None:
         remedy = suggest(column, known, f"name one of {', '.join(known)}")
         problems.append(Problem(where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
     raise_problems(problems, source.name)
-
-
-def read_rows(
-    source: Source,
-    declared_format: DatasetFormat = "auto",
-    tokens: TokensConfig | None = None,
-    *,
-    as_documents: bool = False,
-) -> Iterator[Row]:
-    """Yield the valid rows of a source in canonical form, as ``read_entries``.
-
-    Raises:
-        DataError: The source has no rows, or too many broken ones; raised after the last row, with all problems.
-    """
-    entries = read_entries(source.rows(), source.name, declared_format, as_documents=as_documents)
-    return BrokenRows(tokens, is_stream=source.streaming).read(entries, source.name)
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:

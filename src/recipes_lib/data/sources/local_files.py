@@ -349,14 +349,11 @@ def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, lis
         splits: dict[str, list[Path]] = {}
         for file, named in found.items():
             if len(named) != 1:
-                what = f"`{file.relative_to(folder).as_posix()}` belongs to "
-                if named:
-                    what += " and ".join(sorted(named))
-                else:
+                what = f"`{file.relative_to(folder).as_posix()}` belongs to {' and '.join(sorted(named)) or 'no split'}"
+                if not named:
                     # Names a file that did match: a word such as `dev` may not have been meant as a split.
                     other = next(other for other in files if found[other])
-                    example = f"`{other.relative_to(folder).as_posix()}` to {' and '.join(sorted(found[other]))}"
-                    what += f"no split, and {example}"
+                    what += f", and `{other.relative_to(folder).as_posix()}` to {' and '.join(sorted(found[other]))}"
                 remedy = "name every file after one split, as train-1.jsonl, or none; or move it away"
                 raise DataError(Problem(name, what, remedy))
             splits.setdefault(min(named), []).append(file)

@@ -47,19 +47,10 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         config: Configuration of the run.
         max_length: Maximum length of its rows, in tokens.
     """
-    unset: dict[str, Any] = {
-        **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "eval_datasets")),
-        **dict.fromkeys(("dataset_test_split", "test_split_size")),
-    }
-    tokens = replace(config.tokens, max_length=max_length)
-    return {
-        name: replace(
-            config,
-            tokens=tokens,
-            data=replace(config.data, **unset, dataset_streaming=False, dataset_mixture=[entry]),
-        )
-        for name, entry in (config.data.eval_datasets or {}).items()
-    }
+    unset: dict[str, Any] = dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "eval_datasets"))
+    data = replace(config.data, **unset, dataset_test_split=None, test_split_size=None, dataset_streaming=False)
+    run, sets = replace(config, tokens=replace(config.tokens, max_length=max_length)), config.data.eval_datasets or {}
+    return {name: replace(run, data=replace(data, dataset_mixture=[entry])) for name, entry in sets.items()}
 
 
 def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:

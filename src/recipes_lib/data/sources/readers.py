@@ -346,27 +346,24 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     number = 1
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            found = f"invalid CSV in the row that begins here: {error}"
-            raise DataError(Problem(f"{name}:{number}", found, _QUOTING)) from None
-        if cells is None:
-            return
-        if broken:
-            yield broken[0]
-            broken.clear()
-        elif not cells:  # a blank line
-            pass
-        elif columns is None:
-            columns = [cell or f"Unnamed: {at}" for at, cell in enumerate(cells)]
-            _check_header(columns, f"{name}:{number}")
-        elif len(cells) == len(columns):
-            yield RawRow(f"{name}:{number}", number, dict(zip(columns, cells, strict=True)))
-        else:
-            yield Problem(f"{name}:{number}", f"{len(cells)} cells under {len(columns)} columns", _QUOTING)
-        number = reader.line_num + 1
+    try:
+        for cells in reader:
+            if broken:
+                yield broken[0]
+                broken.clear()
+            elif not cells:  # a blank line
+                pass
+            elif columns is None:
+                columns = [cell or f"Unnamed: {at}" for at, cell in enumerate(cells)]
+                _check_header(columns, f"{name}:{number}")
+            elif len(cells) == len(columns):
+                yield RawRow(f"{name}:{number}", number, dict(zip(columns, cells, strict=True)))
+            else:
+                yield Problem(f"{name}:{number}", f"{len(cells)} cells under {len(columns)} columns", _QUOTING)
+            number = reader.line_num + 1
+    except csv.Error as error:
+        found = f"invalid CSV in the row that begins here: {error}"
+        raise DataError(Problem(f"{name}:{number}", found, _QUOTING)) from None
 
 
 def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Iterator[str]:

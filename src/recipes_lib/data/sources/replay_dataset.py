@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED
-from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import read_record, verify_fields
 
@@ -58,7 +57,10 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
     if keys.replay_from is None:
         data = DataConfig(dataset_name=keys.replay_dataset)
     else:
-        record = _read_keys(Path(keys.replay_from) / "run.json")
+        path = Path(keys.replay_from) / "run.json"
+        remedy = "name the output directory of a run, or write `replay_dataset: ...`"
+        record = read_record(path, {"config": dict}, remedy=remedy)["config"]
+        verify_fields(record, {**_OF_DATA, "loss_on": str | None, "seed": int | None}, str(path), remedy=remedy)
         data = DataConfig(**{name: record[name] for name in _OF_DATA if record.get(name) is not None})
         loss_on = record.get("loss_on")
         # The seed determines the held-out rows, and the rows that are drawn from the parts of a mixture.
@@ -71,35 +73,23 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
     return dataclasses.replace(config, data=data, tokens=tokens, training=training, forgetting=forgetting)
 
 
-def _read_keys(path: Path) -> Mapping[str, Any]:
-    remedy = "name the output directory of a run, or write `replay_dataset: ...`"
-    keys: dict[str, Any] = read_record(path, {"config": dict}, remedy=remedy)["config"]
-    verify_fields(keys, {**_OF_DATA, "loss_on": str | None, "seed": int | None}, str(path), remedy=remedy)
-    return keys
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochOrder:
     """Order without replay: every epoch is a permutation of all rows, determined by seed and epoch.
 
     Attributes:
-        num_rows: Number of rows of the dataset.
+        rows_per_epoch: Number of rows of the dataset.
         seed: Seed of the permutations; ``None`` keeps the order of the dataset.
 
     Source: accelerate ``SeedableRandomSampler``; ``tests/training/trainers/test_run_sampler.py``.
     """
 
-    num_rows: int
+    rows_per_epoch: int
     seed: int | None
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Number of rows of the dataset."""
-        return self.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
         """Return the rows at positions of the run, counted over all epochs; ``int64 (K,)``."""
-        epochs, places = np.divmod(numbers, self.num_rows)
+        epochs, places = np.divmod(numbers, self.rows_per_epoch)
         rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             rows[epochs == epoch] = self._permute(epoch)[places[epochs == epoch]]
@@ -107,11 +97,11 @@ class EpochOrder:
 
     def _permute(self, epoch: int) -> IntArray:
         if self.seed is None:
-            return np.arange(self.num_rows)
+            return np.arange(self.rows_per_epoch)
         import torch  # Slow to import, and not needed to inspect an existing set.
 
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        permutation: IntArray = torch.randperm(self.num_rows, generator=generator).numpy()
+        permutation: IntArray = torch.randperm(self.rows_per_epoch, generator=generator).numpy()
         return permutation
 
 
@@ -148,19 +138,19 @@ class ReplayOrder:
     @property
     def rows_per_epoch(self) -> int:
         """Number of new rows plus the number of rows that are replayed in the first pass over them."""
-        return self._new.num_rows + self._count_replayed(1)
+        return self._new.rows_per_epoch + self._count_replayed(1)
 
     @property
     def replayed_per_epoch(self) -> float:
         """Mean number of passes over the replayed rows per epoch."""
-        return self._count_replayed(1) / self._replayed.num_rows
+        return self._count_replayed(1) / self._replayed.rows_per_epoch
 
     def locate(self, numbers: IntArray) -> IntArray:
         """Return the rows at positions of the run, ``int64 (K,)``; replayed rows are numbered after all new ones."""
         # Position in the run at which each pass over the new rows starts.
         starts = [0]
         while starts[-1] <= numbers.max(initial=0):
-            starts.append(len(starts) * self._new.num_rows + self._count_replayed(len(starts)))
+            starts.append(len(starts) * self._new.rows_per_epoch + self._count_replayed(len(starts)))
         passes = np.searchsorted(starts, numbers, side="right") - 1
         rows = np.empty_like(numbers)
         for number in np.unique(passes).tolist():
@@ -176,11 +166,11 @@ class ReplayOrder:
         limit = -(-num_passes * self._total * self._share // self._rest)
         complete, rest = divmod(limit - 1, self._replayed_total)
         before = self._read_replayed(complete)
-        return complete * self._replayed.num_rows + int(np.searchsorted(before, rest + 1))
+        return complete * self._replayed.rows_per_epoch + int(np.searchsorted(before, rest + 1))
 
     def _merge(self, number: int) -> IntArray:
         """Return the merged rows of one pass over the new rows, ``int64``."""
-        size = self._replayed.num_rows
+        size = self._replayed.rows_per_epoch
         new = self._new.locate(np.arange(number * len(self._terms), (number + 1) * len(self._terms)))
         reached = number * self._total + np.cumsum(self._terms[new])
         # Replayed rows of this pass, numbered over all passes over the replayed data.
@@ -195,7 +185,7 @@ class ReplayOrder:
 
     def _read_replayed(self, passed: int) -> IntArray:
         """Return the number of terms before each row within a pass over the replayed rows, ``int64 (M,)``."""
-        size = self._replayed.num_rows
+        size = self._replayed.rows_per_epoch
         terms = self._replayed_terms[self._replayed.locate(np.arange(passed * size, (passed + 1) * size))]
         return np.cumsum(terms) - terms
 
@@ -204,28 +194,12 @@ Order = EpochOrder | ReplayOrder
 """Order of the rows of a run: a map from positions in the run to rows of the dataset."""
 
 
-def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray) -> ReplayOrder:
-    """Return the order of a run with replay; ``terms`` and ``replayed_terms`` as for ``ReplayOrder``."""
-    return ReplayOrder(terms, replayed_terms, config.forgetting.replay_share, seed=read_order_seed(config))
-
-
 def read_order_seed(config: RecipeConfig) -> int | None:
     """Return the seed of the order of rows in fine-tuning; ``None`` if they are not shuffled."""
     if config.read("train_sampling_strategy") == "sequential":
         return None
     seed: int = config.read("seed") if config.read("data_seed") is None else config.read("data_seed")
     return seed
-
-
-def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: PreparedSet) -> dict[str, Any]:
-    """Return the record of replayed rows for ``run.json``, as JSON values."""
-    return {
-        "share": config.forgetting.replay_share,
-        "rows_per_epoch": order.rows_per_epoch,
-        "passes_per_epoch": order.replayed_per_epoch,
-        "prepared_set": str(replayed.path),
-        "train": replayed.manifest["train"],
-    }
 
 
 def find_replay_warning(record: Mapping[str, Any]) -> list[str]:

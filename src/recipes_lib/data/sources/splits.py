@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from recipes_lib.errors import DataError, Problem
 
 Digests = npt.NDArray[np.bytes_] | npt.NDArray[np.uint64]
 """Digests of R rows, 16 bytes each, ``S16 (R,)``, or their halves; an array takes a third of a list's memory."""
+
+IntArray = npt.NDArray[np.int64]
 
 FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 """Function that returns the locations of rows, given their positions."""
@@ -34,25 +36,6 @@ _MAX_PAIRS: Final = 5
 
 SHARES_ROW: Final = "are held-out rows too"
 """Predicate of training rows that are equal to held-out ones."""
-
-
-class Split(NamedTuple):
-    """Positions of the rows of each split, ascending, ``int64 (num_train,)`` and ``int64 (num_test,)``."""
-
-    train: npt.NDArray[np.int64]
-    test: npt.NDArray[np.int64]
-
-
-class Overlap(NamedTuple):
-    """Training rows that are also held-out rows.
-
-    Attributes:
-        num_rows: Number of such training rows.
-        pairs: Positions of the first few of them, each with the position of an equal held-out row.
-    """
-
-    num_rows: int
-    pairs: Sequence[tuple[int, int]]
 
 
 def compute_row_digest(row: Row) -> bytes:
@@ -88,7 +71,7 @@ def count_duplicates(digests: Digests) -> int:
     return len(digests) - len(np.unique(digests))
 
 
-def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> Split:
+def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> tuple[IntArray, IntArray]:
     """Choose held-out rows by content and seed, independent of their order; equal rows are on the same side.
 
     The number is exact, unless every remaining group of equal rows is larger than the remainder; then it is lower.
@@ -97,6 +80,9 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> Spl
         digests: Digest of each row.
         test_split_size: Share of the rows, above 0 and below 1, or number of rows, from 1.
         seed: Seed of the choice.
+
+    Returns:
+        Positions of the training and of the held-out rows, ascending.
 
     Raises:
         DataError: The split would leave no row on one side.
@@ -127,28 +113,7 @@ def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> Spl
         found = f"no {num_test:,} of the {num_rows:,} rows can be held out: {together}"
         raise DataError(Problem(where, found, "hold out more, or remove duplicates"))
     is_test = is_drawn[group_of]
-    return Split(np.flatnonzero(~is_test), np.flatnonzero(is_test))
-
-
-def find_overlap(train_digests: Digests, eval_digests: Digests) -> Overlap:
-    """Find training rows that are also held-out rows.
-
-    Args:
-        train_digests: Digests of the training rows; read in blocks, so they may be memory-mapped.
-        eval_digests: Digests of the held-out rows.
-    """
-    held_out, places = np.unique(eval_digests, return_index=True)
-    num_rows = 0
-    pairs: list[tuple[int, int]] = []
-    for start in range(0, len(train_digests) if len(held_out) else 0, _ROWS_AT_ONCE):
-        found = train_digests[start : start + _ROWS_AT_ONCE]
-        # `np.unique` has sorted `held_out`; `clip` is for digests above the largest of them.
-        nearest = held_out.searchsorted(found)
-        shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
-        num_rows += len(shared)
-        first = shared[: _MAX_PAIRS - len(pairs)]
-        pairs += zip((start + first).tolist(), places[nearest[first]].tolist(), strict=True)
-    return Overlap(num_rows, pairs)
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
 def refuse_overlap(
@@ -161,7 +126,7 @@ def refuse_overlap(
     """Raise if training rows are also held-out rows, naming the first few.
 
     Args:
-        train_digests: Digests of the training rows, as for ``find_overlap``.
+        train_digests: Digests of the training rows; read in blocks, so they may be memory-mapped.
         eval_digests: Digests of the held-out rows.
         find_train_places: Called with the positions of the named training rows; not called without overlap.
         find_eval_places: The same for the held-out rows.
@@ -170,16 +135,24 @@ def refuse_overlap(
     Raises:
         DataError: There are such rows.
     """
-    overlap = find_overlap(train_digests, eval_digests)
-    if not overlap.num_rows:
+    held_out, positions = np.unique(eval_digests, return_index=True)
+    num_rows, pairs = 0, list[tuple[int, int]]()
+    for start in range(0, len(train_digests) if len(held_out) else 0, _ROWS_AT_ONCE):
+        block = train_digests[start : start + _ROWS_AT_ONCE]
+        # `np.unique` has sorted `held_out`; `clip` is for digests above the largest of them.
+        nearest = held_out.searchsorted(block)
+        shared = np.flatnonzero(held_out.take(nearest, mode="clip") == block)
+        num_rows += len(shared)
+        first = shared[: _MAX_PAIRS - len(pairs)]
+        pairs += zip((start + first).tolist(), positions[nearest[first]].tolist(), strict=True)
+    if not pairs:
         return
-    train_places = find_train_places({train for train, _ in overlap.pairs})
-    eval_places = find_eval_places({held_out for _, held_out in overlap.pairs})
-    pairs = ", ".join(f"{train_places[train]} = {eval_places[held_out]}" for train, held_out in overlap.pairs)
-    more = ", ..." if overlap.num_rows > len(overlap.pairs) else ""
-    found = f"{overlap.num_rows:,} training rows {relation}: {pairs}{more}"
+    train_places = find_train_places({train for train, _ in pairs})
+    eval_places = find_eval_places({equal for _, equal in pairs})
+    named = ", ".join(f"{train_places[train]} = {eval_places[equal]}" for train, equal in pairs)
+    found = f"{num_rows:,} training rows {relation}: {named}{', ...' if num_rows > len(pairs) else ''}"
     remedy = "remove them from one side, or set `allow_eval_overlap: true`"
-    raise DataError(Problem(train_places[overlap.pairs[0][0]], found, remedy))
+    raise DataError(Problem(train_places[pairs[0][0]], found, remedy))
 
 
 def _select_content(chat: Any) -> Any:

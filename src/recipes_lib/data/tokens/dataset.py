@@ -29,16 +29,14 @@ _SHIFT: Final = np.uint64(31)
 
 
 class RowPlaces(NamedTuple):
-    """Positions of rows in the sources; three ``int64`` arrays of equal shape.
+    """Positions of K rows in the sources, ``int64 (K,)`` each.
 
     Attributes:
         source: Index of the source.
-        epoch: Number of complete passes over that source before the row.
         window: Index of the window, the ``max_length`` tokens of the row, in that source.
     """
 
     source: IntArray
-    epoch: IntArray
     window: IntArray
 
 
@@ -62,15 +60,11 @@ class RowOrder:
         self._num_windows = np.array(num_windows, np.int64)
         self._seed = seed
         self._first_rows = np.array([first_row for first_row, _ in phases], np.int64)
-        self._patterns: list[_Pattern] = []
-        # Rows of each source before each phase.
+        self._patterns = [_build_pattern(_round_weights(weights)) for _, weights in phases]
+        # Rows of each source before each phase; the last one has no end.
         counts = [np.zeros(len(num_windows), np.int64)]
-        for number, (first_row, weights) in enumerate(phases):
-            units = _round_weights(weights)
-            self._patterns.append(_build_pattern(units))
-            if number + 1 < len(phases):
-                num_rows = phases[number + 1][0] - first_row
-                counts.append(counts[-1] + self._patterns[-1].count(num_rows))
+        for pattern, num_rows in zip(self._patterns, np.diff(self._first_rows).tolist(), strict=False):
+            counts.append(counts[-1] + pattern.count(num_rows))
         self._counts = np.stack(counts)
 
     @property
@@ -78,27 +72,24 @@ class RowOrder:
         """Weights of the sources in each phase, which sum to 1; rounded if they need a period over ``MAX_PERIOD``."""
         return [(pattern.units / pattern.units.sum()).tolist() for pattern in self._patterns]
 
-    def locate(self, rows: npt.ArrayLike) -> RowPlaces:
+    def locate(self, rows: IntArray) -> RowPlaces:
         """Return the positions of rows in the sources.
 
         Args:
-            rows: Row numbers from 0, ``int`` of any shape.
+            rows: Row numbers from 0, ``int64 (K,)``.
         """
-        numbers = np.asarray(rows, np.int64)
-        flat = numbers.reshape(-1)
-        source, drawn = np.empty_like(flat), np.empty_like(flat)
-        phases = np.searchsorted(self._first_rows, flat, side="right") - 1
+        source, drawn = np.empty_like(rows), np.empty_like(rows)
+        phases = np.searchsorted(self._first_rows, rows, side="right") - 1
         for phase in np.unique(phases).tolist():
             chosen = phases == phase
             pattern = self._patterns[phase]
-            period, at = np.divmod(flat[chosen] - self._first_rows[phase], len(pattern.sources))
+            period, at = np.divmod(rows[chosen] - self._first_rows[phase], len(pattern.sources))
             found = pattern.sources[at].astype(np.int64)
             source[chosen] = found
             # Rows of the same source before each row: in earlier phases, in earlier periods, and in this period.
             drawn[chosen] = self._counts[phase][found] + period * pattern.units[found] + pattern.ranks[at]
         epoch, position = np.divmod(drawn, self._num_windows[source])
-        window = self._permute(source, epoch, position)
-        return RowPlaces(*(values.reshape(numbers.shape) for values in (source, epoch, window)))
+        return RowPlaces(source, self._permute(source, epoch, position))
 
     def count_rows(self, row: int) -> IntArray:
         """Return the number of rows of each source before ``row``, ``int64 (sources,)``."""
@@ -213,18 +204,16 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
     """
     present = [source for source, unit in enumerate(units) if unit]
     period, num_parts = sum(units), max(1, 2 * len(present) - 2)
-    releases, deadlines, sources = [], [], []
-    for source in present:
-        done = np.arange(units[source]) * period * num_parts
-        divisor = num_parts * units[source]
-        releases.append(-(-(done + period) // divisor))
-        deadlines.append((done + period * (num_parts - 1)) // divisor)
-        sources.append(np.full(units[source], source))
-    release = np.concatenate(releases)
+    # Of each row, source after source: its source, and the number of rows of that source in all and before it.
+    owner = np.repeat(np.arange(len(units)), units)
+    num_rows, before = np.array(units)[owner], np.arange(period) - (np.cumsum(units) - units)[owner]
+    divisor, scaled = num_parts * num_rows, before * period * num_parts
+    release = -(-(scaled + period) // divisor)
+    deadline = (scaled + period * (num_parts - 1)) // divisor
     # Earliest deadline first is optimal for unit-time jobs with integer release times, so Tijdeman's bound holds.
     by_release = np.argsort(release, kind="stable")
     # Deadline and source as one integer, which a heap compares faster than a tuple.
-    jobs = (np.concatenate(deadlines) * len(units) + np.concatenate(sources))[by_release].tolist()
+    jobs = (deadline * len(units) + owner)[by_release].tolist()
     num_released = np.searchsorted(release[by_release], np.arange(1, period + 1), side="right").tolist()
     waiting: list[int] = []
     order, begun = [], 0

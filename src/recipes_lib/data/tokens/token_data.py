@@ -6,13 +6,12 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.token_ids import count_ids
-from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, show_progress
+from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.replay_dataset import find_replayed
 from recipes_lib.data.sources.splits import compute_row_digest, refuse_overlap
@@ -20,19 +19,19 @@ from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_sets import (
     Corpus,
-    Side,
     halve_digests,
     load_corpora,
     load_eval_corpora,
     load_held_out,
     make_token_set,
-    open_side,
     select_options,
 )
 from recipes_lib.errors import DataError, Problem, collect_problems, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
+
+Side = Literal["train", "eval"]
 
 _SPLIT_REMEDY: Final = "write another size, or name held-out text in `eval_datasets`; a text file is one document"
 
@@ -84,7 +83,8 @@ class _Part(NamedTuple):
     prepared: PreparedSet
 
     def open(self, side: Side = "train") -> TokenSource:
-        return open_side(self.prepared, side, self.corpus.name)
+        """Return the training documents of a token set, or its held-out ones."""
+        return TokenSource(self.corpus.name, self.prepared.path / side, **self.prepared.manifest[side])
 
 
 def prepare_tokens(
@@ -130,13 +130,15 @@ def prepare_tokens(
         share = config.forgetting.replay_share
         weights = [weight * (1 - share) for weight in weights]
         weights += [weight * share for weight in compute_weights(replayed, sizes[num_own:])]
+    sources = [{**_describe(part), "weight": weight} for part, weight in zip(parts, weights, strict=True)]
+    named_sets = {"eval_datasets": {part.corpus.name: _describe(part) for part in named_parts}} if named_parts else {}
     return TokenData(
         train=train,
         eval=_open_eval(parts, held_out_part),
         eval_sets={part.corpus.name: part.open() for part in named_parts},
         weights=weights,
         num_replayed=len(train) - num_own,
-        record=_build_record(parts, held_out_part, named_parts, weights),
+        record={"sources": sources, "held_out": _describe(held_out_part) if held_out_part else None, **named_sets},
         is_new=is_new,
     )
 
@@ -148,9 +150,8 @@ def _prepare(
     root = find_root(config)
 
     @functools.cache
-    def load_encoder() -> tuple[RowEncoder, int]:
-        tokenizer = load_tokenizer()
-        return build_encoder(select_options(config), tokenizer), count_ids(tokenizer)
+    def load_encoder() -> RowEncoder:
+        return build_encoder(select_options(config), load_tokenizer())
 
     parts: list[_Part] = []
     problems: list[Problem] = []
@@ -161,8 +162,7 @@ def _prepare(
             parts.append(_Part(corpus, wait_for_set(root, key)))
             continue
         try:
-            with show_progress(corpus.name) as on_rows:
-                parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_rows)))
+            parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder)))
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # A full disk also fails the next set.
                 raise
@@ -221,14 +221,6 @@ def _refuse_repeats(
         with collect_problems(problems):
             refuse_overlap(source.digests, other.digests, find_train, find_held_out)
     raise_problems(problems, "dataset_test_split")
-
-
-def _build_record(
-    parts: Sequence[_Part], held_out: _Part | None, named: Sequence[_Part], weights: Sequence[float]
-) -> dict[str, Any]:
-    sources = [{**_describe(part), "weight": weight} for part, weight in zip(parts, weights, strict=True)]
-    sets = {"eval_datasets": {part.corpus.name: _describe(part) for part in named}} if named else {}
-    return {"sources": sources, "held_out": _describe(held_out) if held_out else None, **sets}
 
 
 def _describe(part: _Part) -> dict[str, Any]:

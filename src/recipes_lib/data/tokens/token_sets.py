@@ -10,21 +10,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
-from recipes_lib.data.packed.encoding import collect_inputs, encode_chunk, map_chunks, read_seed, verify_unchanged
-from recipes_lib.data.sources.canonical import open_entry, read_entries, read_rows
+from recipes_lib.config.token_ids import count_ids
+from recipes_lib.data.packed.encoding import (
+    collect_inputs,
+    encode_chunk,
+    map_chunks,
+    read_seed,
+    show_progress,
+    verify_unchanged,
+)
+from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
-from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
+from recipes_lib.data.tokens.shards import TokenWriter, is_whole
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.files import read_record, replace_record
 
@@ -78,7 +87,7 @@ class Corpus:
         Raises:
             DataError: Too many rows are broken, or the source cannot be read further; raised after the last document.
         """
-        return read_rows(self.source, self.format, self.tokens, as_documents=True)
+        return BrokenRows(self.tokens, is_stream=self.source.streaming).read(self.entries(), self.source.name)
 
     def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
         """Return everything that determines the token set of the corpus, as JSON values; the key is their hash.
@@ -183,7 +192,7 @@ def _open(config: RecipeConfig, name: str, entry: Mapping[str, Any]) -> Corpus:
 
 
 _ALL_DRAWS: Final = 1 << 64
-"""Number of different draws of ``HoldOut``."""
+"""Number of different draws of ``build_hold_out``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,35 +217,13 @@ class DocumentChunk:
         return DocumentChunk(tokens, self.lengths[chosen], self.digests[chosen], self.is_held_out[chosen])
 
 
-@dataclass(frozen=True, slots=True)
-class HoldOut:
-    """Rule that holds out documents by content, independent of their order; equal documents are on the same side.
+def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> Callable[[bytes], bool]:
+    """Return the rule that holds out ``test_split_size`` of the documents, a function of a document's digest.
 
-    Each document has a draw, a pseudo-random number below 2**64 that is a function of its content and the seed.
-
-    Attributes:
-        seed: Seed of the draws.
-        threshold: Documents with a smaller draw are held out.
-    """
-
-    seed: int = 0
-    threshold: int = 0
-
-    def draw(self, digest: bytes) -> int:
-        """Return the draw of the document with a digest."""
-        key = self.seed.to_bytes(16, signed=True)
-        return int.from_bytes(hashlib.blake2b(digest, key=key, digest_size=8).digest())
-
-    def holds(self, digest: bytes) -> bool:
-        """Return whether the document with a digest from ``compute_row_digest`` is held out."""
-        return self.draw(digest) < self.threshold
-
-
-def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> HoldOut:
-    """Build the rule that holds out ``test_split_size`` of the documents.
-
-    A size below 1 is the probability of each document, so that documents need not be known in advance. A size from 1 on
-    is a number of distinct documents, those with the smallest draws, which requires a pass over the rows.
+    The choice is by content, independent of the order of documents; equal documents are on the same side. Each has a
+    draw, a pseudo-random number below 2**64 that is a function of its content and the seed. A size below 1 is the
+    probability of each document, so that documents need not be known in advance. A size from 1 on is a number of
+    distinct documents, those with the smallest draws, which requires a pass over the rows.
 
     Args:
         rows: The documents; read only if ``size`` is a number of them. Rows without a digest are skipped, because they
@@ -244,20 +231,21 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
         size: Share or number of documents; ``None`` to hold out nothing.
         seed: Seed of the draws.
     """
-    if size is None:
-        return HoldOut()
-    if size < 1:
-        return HoldOut(seed, int(size * _ALL_DRAWS))
-    draw = HoldOut(seed).draw
+    key, threshold = seed.to_bytes(16, signed=True), int((size or 0) * _ALL_DRAWS)
+
+    def draw(digest: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(digest, key=key, digest_size=8).digest())
 
     def draw_all() -> Iterator[int]:
         for row in rows:
             with suppress(DataError):
                 yield draw(compute_row_digest(row))
 
-    smallest = np.unique(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
-    # One more than the largest held-out draw, because draws below the threshold are held out.
-    return HoldOut(seed, max(smallest, default=-1) + 1)
+    if size is not None and size >= 1:
+        smallest = np.unique(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
+        # One more than the largest held-out draw, because draws below the threshold are held out.
+        threshold = max(smallest, default=-1) + 1
+    return lambda digest: draw(digest) < threshold
 
 
 def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
@@ -266,50 +254,33 @@ def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 def encode_documents(
-    encoder: RowEncoder,
-    entries: Iterable[Row | Problem],
-    hold_out: HoldOut,
-    broken: BrokenRows,
-    num_workers: int | None,
-) -> Iterator[DocumentChunk]:
-    """Yield the tokens of the valid rows in chunks, in order.
+    encoder: RowEncoder, hold_out: Callable[[bytes], bool], rows: Sequence[Row], row_ids: Sequence[int]
+) -> DocumentChunk:
+    """Tokenise documents, and mark those that are held out.
 
     Args:
         encoder: Encoder of the run.
-        entries: Documents and problems.
-        hold_out: Rule that holds out documents.
-        broken: Receives the counts and problems of all chunks up to the yielded one.
-        num_workers: Number of worker processes, as for ``map_in_order``.
+        hold_out: Rule of ``build_hold_out``.
+        rows: The documents.
+        row_ids: Positions of the documents in their source.
+
+    Raises:
+        DataError: As ``encode_chunk``.
     """
-
-    def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
-        examples = encode_chunk(encoder, chunk, row_ids)
-        digests = list(map(compute_row_digest, chunk))
-        is_held_out = np.fromiter(map(hold_out.holds, digests), np.bool_, len(digests))
-        return DocumentChunk(examples.input_ids, examples.lengths, halve_digests(digests), is_held_out)
-
-    return map_chunks(entries, encode, broken, num_workers)
+    examples = encode_chunk(encoder, rows, row_ids)
+    input_ids, _ = examples.read()
+    digests = list(map(compute_row_digest, rows))
+    is_held_out = np.fromiter(map(hold_out, digests), np.bool_, len(digests))
+    return DocumentChunk(input_ids, examples.lengths, halve_digests(digests), is_held_out)
 
 
 logger = logging.getLogger(__name__)
 
-Side = Literal["train", "eval"]
-
 PROGRESS_FILE: Final = ".progress.json"
 
 
-def open_side(prepared: PreparedSet, side: Side, name: str) -> TokenSource:
-    """Return the training documents of a token set, or its held-out ones."""
-    return TokenSource(name, prepared.path / side, **prepared.manifest[side])
-
-
 def make_token_set(
-    root: Path,
-    key: str,
-    inputs: Mapping[str, Any],
-    corpus: Corpus,
-    load_encoder: Callable[[], tuple[RowEncoder, int]],
-    on_rows: Callable[[int, int], None],
+    root: Path, key: str, inputs: Mapping[str, Any], corpus: Corpus, load_encoder: Callable[[], RowEncoder]
 ) -> PreparedSet:
     """Find the token set of a corpus, or build it; after an interruption, resume from the last full shard.
 
@@ -318,8 +289,7 @@ def make_token_set(
         key: Key from ``compute_key(inputs)``.
         inputs: Inputs of the key from ``Corpus.collect_inputs``.
         corpus: The documents.
-        load_encoder: Function that returns the encoder and the size of its vocabulary; called only to build the set.
-        on_rows: Called after each chunk with the total number of rows and of tokens.
+        load_encoder: Function that returns the encoder; called only to build the set.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
@@ -327,9 +297,9 @@ def make_token_set(
     """
 
     def build(staging: Path) -> dict[str, Any]:
-        encoder, num_ids = load_encoder()
+        encoder = load_encoder()
         with explain_disk_errors(root):
-            return _write(staging, corpus, inputs["sources"]["documents"], encoder, num_ids, on_rows)
+            return _write(staging, corpus, inputs["sources"]["documents"], encoder)
 
     prepared = make_set(root, key, inputs, build, resumes=True)
     if prepared.is_new:
@@ -337,22 +307,17 @@ def make_token_set(
     return prepared
 
 
-def _write(
-    staging: Path,
-    corpus: Corpus,
-    fingerprint: str,
-    encoder: RowEncoder,
-    num_ids: int,
-    on_rows: Callable[[int, int], None],
-) -> dict[str, Any]:
+def _write(staging: Path, corpus: Corpus, fingerprint: str, encoder: RowEncoder) -> dict[str, Any]:
     """Write the shards of both sides, resuming an earlier attempt, and return their description for the manifest."""
     hold_out = build_hold_out(BrokenRows(corpus.tokens).filter_valid(corpus.entries()), corpus.test_size, corpus.seed)
-    with _Sides(staging, num_ids, corpus.num_tokens) as sides:
+    encode = partial(encode_documents, encoder, hold_out)
+    progress, writers = show_progress(corpus.name), _Sides(staging, count_ids(encoder.tokenizer), corpus.num_tokens)
+    with progress as on_rows, writers as sides:
         broken = BrokenRows(corpus.tokens, is_stream=corpus.source.streaming, **sides.counts)
         on_rows(sides.num_documents, sides.num_tokens)
         # On resume, rows that have been written are read again, since sources have no random access, but not tokenised.
         entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
-        for chunk in encode_documents(encoder, entries, hold_out, broken, corpus.tokens.dataset_num_proc):
+        for chunk in map_chunks(entries, encode, broken, corpus.tokens.dataset_num_proc):
             if broken.fatal or (broken.num_broken and not broken.are_dropped):
                 continue  # The set will not be published; the remaining rows are only checked.
             sides.append(chunk, broken.count())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from recipes_lib.losses.next_token import (
     compute_token_logps,
     index_targets,
 )
+from recipes_lib.losses.projection import LogitTransform
 from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
@@ -203,8 +204,8 @@ def score_beside_teacher(
     positions = index_targets(labels[:, 1:]) if positions is None else positions
     outputs: list[HeadOutput] = []
 
-    def run_student(hidden: Tensor, weight: Tensor, **options: Any) -> None:
-        head = TeacherHead(pick_predictors(hidden, positions), weight, **options)
+    def run_student(hidden: Tensor, weight: Tensor, **options: Unpack[LogitTransform]) -> None:
+        head = TeacherHead(pick_predictors(hidden, positions), weight, options)
         # Not returned through the teacher: FSDP2 would register backward hooks on differentiable outputs.
         outputs.append(score_beside_record(student, head, inputs, labels, objective, positions))
 
@@ -225,8 +226,8 @@ def score_beside_record(
     A tensor has the hidden states of a teacher whose output embedding is the student's, ``(N, D)``.
     """
 
-    def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-        outputs = TeacherHead(teacher, weight.detach(), **options) if isinstance(teacher, Tensor) else teacher
+    def score(hidden: Tensor, weight: Tensor, **options: Unpack[LogitTransform]) -> DistillationSums:
+        outputs = TeacherHead(teacher, weight.detach(), options) if isinstance(teacher, Tensor) else teacher
         supervision = DistillationTargets(labels[:, 1:].flatten()[positions], outputs, objective)
         sums: DistillationSums = compute_distillation(
             pick_predictors(hidden, positions), weight, supervision, **options

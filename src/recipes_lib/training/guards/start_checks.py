@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import IGNORE_INDEX
 from recipes_lib.errors import DivergedError, list_first
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.inference import (

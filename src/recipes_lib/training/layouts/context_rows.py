@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from transformers import TrainingArguments
 
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import IGNORE_INDEX
 from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 from recipes_lib.training.layouts.launch_environment import Launch

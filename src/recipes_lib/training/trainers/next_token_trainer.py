@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.rules import STOCHASTIC_ADAMW
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.data.packed.collators import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
 from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.losses.next_token import index_targets

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.data.masking import MergedTokenError, count_tokens_before
+from recipes_lib.data.chat.encoder import MergedTokenError, count_tokens_before
 
 
 def test_token_boundaries_are_found_and_inner_positions_refused(tiny_tokenizer) -> None:
