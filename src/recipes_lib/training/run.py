@@ -72,7 +72,7 @@ from recipes_lib.training.checkpoints.resume import (
     verify_checkpoint_fits,
 )
 from recipes_lib.training.collectives import broadcast_object, is_true_on_main
-from recipes_lib.training.guards.replay_check import read_rollbacks
+from recipes_lib.training.guards.step_guard import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (

@@ -22,8 +22,8 @@ from recipes_lib.losses.next_token import index_targets
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
-from recipes_lib.training.guards.replay_check import find_skips
 from recipes_lib.training.guards.start_checks import verify_initial_loss
+from recipes_lib.training.guards.step_guard import find_skips
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon

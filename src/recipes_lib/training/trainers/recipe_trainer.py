@@ -32,10 +32,9 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
-from recipes_lib.training.guards.replay_check import find_skips
 from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import ROW_IDS, StepInputs
-from recipes_lib.training.guards.step_guard import StepGuard
+from recipes_lib.training.guards.step_guard import StepGuard, find_skips
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
