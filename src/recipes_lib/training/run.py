@@ -508,10 +508,7 @@ def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: C
     record = read_complete(checkpoint)
     assert record is not None, "find_last_complete has just read it"
     verify_checkpoint_fits(record, str(checkpoint), launch)
-    config, line = keep_batch(config, launch, record)
-    if line:
-        say(line)
-    return config
+    return keep_batch(config, launch, record, say)
 
 
 def _explain_differences(
