@@ -30,7 +30,7 @@ from recipes_lib.data.store import (
 )
 from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
-from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
+from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import measure_answer_rounding
 
@@ -151,11 +151,9 @@ class ReferenceLogps:
         # Not eagerly, if layers are compiled: the policy, which must agree up to rounding, is compiled too.
         with preserve_random_states(), evaluating(model):
             for name, rows in self.rows.items():
-                num_rounds = count_rounds(len(rows), batch_size)
                 # Each pair is scored on one rank and 0 on the others: the sum over ranks is exact.
                 logps = np.zeros((len(rows), 2), np.float32)
-                shares = share_rows(len(rows), batch_size)
-                for numbers, is_counted in progress.track(shares, f"reference, {name}", num_rounds):
+                for numbers, is_counted in share_rows(len(rows), batch_size, progress, f"reference, {name}"):
                     scores = score([rows.rows[number] for number in numbers])
                     if is_counted:
                         logps[list(numbers)] = scores.T.float().cpu().numpy()
