@@ -143,13 +143,16 @@ class PretrainTrainer(NextTokenTrainer):
             **kwargs: As ``NextTokenTrainer``; ``train_dataset`` holds all rows of the run in training order.
         """
         self.schedule = schedule
-        self.optim = config.training.get("optim")
         self.is_from_scratch = config.model.model_config is not None
         self.decay_embeddings = config.pretraining.decay_embeddings
-        if self.optim == STOCHASTIC_ADAMW:
-            args = kwargs["args"]
+        args, optim = kwargs["args"], config.training.get("optim")
+        if optim == STOCHASTIC_ADAMW:
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
+        elif optim == "muon":
+            # What is no optimizer class, upstream calls without arguments, and the result with the model and these.
+            options = {"args": args, "decay_embeddings": self.decay_embeddings}
+            kwargs["optimizer_cls_and_kwargs"] = (lambda: build_muon, options)
         super().__init__(**kwargs)
         # DeepSpeed updates the weights before the monitor's callback runs, and under ZeRO-3 they are sharded.
         if not self.is_deepspeed_enabled:
@@ -178,14 +181,6 @@ class PretrainTrainer(NextTokenTrainer):
         # After a rollback, upstream builds the loader again, so this reads the current skips.
         rows.skips = find_skips(self.guard.rollbacks)
         return SequentialSampler(rows)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer of ``optim``: upstream's, or Muon."""
-        if self.optim != "muon":
-            return super().create_optimizer(model)
-        if self.optimizer is None:
-            self.optimizer = build_muon(model or self.model, self.args, decay_embeddings=self.decay_embeddings)
-        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Build the scheduler of ``schedule``, in place of upstream's ``lr_scheduler_type``."""
