@@ -40,16 +40,15 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         ConfigError: fp8 with ``torch_compile: false``; or torch has no such backend or mode.
     """
     training, is_fp8 = config.training, launch.precision == "fp8"
-    options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
+    given = {name: training[key] for name in ("backend", "mode") if training.get(key := f"torch_compile_{name}")}
     is_compiled = training.get("torch_compile")
     if is_compiled is None:
         is_supported = is_cuda and _has_whole_layers(launch) and not find_compiler_obstacle()
         is_default = is_supported and config.recipe == "pretrain"
-        is_compiled = is_default or is_fp8 or any(options.values())
+        is_compiled = is_default or is_fp8 or bool(given)
     if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if not is_compiled:
         return None
     for name, value in given.items():
