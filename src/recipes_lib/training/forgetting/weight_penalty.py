@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
@@ -24,14 +24,6 @@ from recipes_lib.training.trainers.reference import hash_weights
 
 PENALTY: Final = "ewc_penalty"
 """Metric of a logged step: the penalty before its update, including the factor ``ewc_lambda``."""
-
-
-class _Term(NamedTuple):
-    """Parameter with its reference and Fisher information, as local shards; ``fisher`` ``None`` means 1."""
-
-    parameter: nn.Parameter
-    reference: Tensor
-    fisher: Tensor | None
 
 
 class WeightPenalty(TrainerCallback):
@@ -56,8 +48,9 @@ class WeightPenalty(TrainerCallback):
         self._coefficient = coefficient
         self._reference = reference
         self._whole_fisher = fisher
+        # Reference and Fisher information (``None``: 1) by name, as local shards; and after each parameter.
         self._shards: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._terms: list[_Term] = []
+        self._terms: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._sum = torch.zeros(())
 
     def prepare(self, accelerator: Accelerator, model: nn.Module) -> None:
@@ -91,9 +84,7 @@ class WeightPenalty(TrainerCallback):
     def hold(self, model: nn.Module) -> None:
         """Look up the trained parameters of the model, after sharding."""
         self._terms = [
-            _Term(parameter, *self._shards[name])
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            (parameter, *self._shards[name]) for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
 
     @torch.no_grad()
@@ -118,7 +109,7 @@ class WeightPenalty(TrainerCallback):
         """Return the penalty at the last ``add_gradients``, over all shards; every process must call."""
         value: Tensor = self._sum.detach()
         # FSDP2 shards all parameters, over one mesh.
-        first = self._terms[0].parameter
+        first, *_ = self._terms[0]
         if isinstance(first, DTensor):
             # Over a sharded mesh dimension the local sums add up; over a replicated one they are equal.
             placements = [Partial() if isinstance(each, Shard) else Replicate() for each in first.placements]
