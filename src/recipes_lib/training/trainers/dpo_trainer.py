@@ -16,14 +16,7 @@ from typing import Any, Final, cast
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from trl import DPOConfig
 
 from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
@@ -344,7 +337,7 @@ class _WarnOnChosenLikelihood(TrainerCallback):
         self._say = say
         self._has_warned = False
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
         if shift < -MAX_DROP and not self._has_warned:
             self._has_warned = True
