@@ -196,17 +196,21 @@ def match_kernels(frozen: Iterable[Any], trained: Any, args: TrainingArguments) 
             compile_layers(model, compilation)
 
 
-class CompilationCheck(TrainerCallback):
-    """Logs the number of compiled graphs after the first step: torch falls back to eager silently."""
+class Compilation(TrainerCallback):
+    """Compiles layers, and logs the number of their graphs after the first step: torch falls back to eager silently."""
 
-    def __init__(self, num_layers: int, progress: TrainingProgress) -> None:
-        """Start counting.
+    def __init__(self, model: Any, options: Mapping[str, Any], progress: TrainingProgress) -> None:
+        """Compile the layers of a model, as ``compile_layers``, and start counting.
 
         Args:
-            num_layers: From ``compile_layers``.
+            model: As for ``compile_layers``.
+            options: As for ``compile_layers``.
             progress: Receives the log line.
+
+        Raises:
+            ConfigError: As ``compile_layers``.
         """
-        self._num_layers, self._progress = num_layers, progress
+        self._num_layers, self._progress = compile_layers(model, options), progress
         self._before: int | None = _count_graphs()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
