@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accelerate.utils import send_to_device
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from recipes_lib.data.store import Rows
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
-from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
+from recipes_lib.training.collectives import Group, get_rank, get_world_size, sum_over_processes
 from recipes_lib.training.guards.preemption import stop_if_agreed
 from recipes_lib.training.monitoring.metrics import read_together
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -23,11 +23,7 @@ from recipes_lib.training.trainers.pair_batches import PairScores
 
 
 def share_rows(
-    num_rows: int,
-    batch_size: int,
-    progress: TrainingProgress,
-    label: str,
-    group: distributed.ProcessGroup | None = None,
+    num_rows: int, batch_size: int, progress: TrainingProgress, label: str, group: Group = None
 ) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the row indices of this process's batches, and whether the batch counts; every process must iterate.
 
@@ -88,8 +84,8 @@ class _HeldOutEvaluation(ABC):
     progress: TrainingProgress
     held_out: Mapping[str, Rows]
     named: Collection[str] = ()
-    group: distributed.ProcessGroup | None = None
-    sums_group: distributed.ProcessGroup | None = None
+    group: Group = None
+    sums_group: Group = None
 
     def __post_init__(self) -> None:
         for name, rows in self.held_out.items():
