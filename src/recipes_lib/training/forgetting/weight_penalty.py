@@ -81,12 +81,6 @@ class WeightPenalty(TrainerCallback):
         # Frees the unsharded copies; the shards are all that training needs.
         self._reference, self._whole_fisher = nn.Module(), None
 
-    def hold(self, model: nn.Module) -> None:
-        """Look up the trained parameters of the model, after sharding."""
-        self._terms = [
-            (parameter, *self._shards[name]) for name, parameter in model.named_parameters() if parameter.requires_grad
-        ]
-
     @torch.no_grad()
     def add_gradients(self, scale: float = 1.0) -> None:
         """Add the penalty's gradient to the gradient of every parameter that has one.
@@ -119,7 +113,8 @@ class WeightPenalty(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look up the parameters; only now, because FSDP2 replaces those of the original model."""
-        self.hold(kwargs["model"])
+        named = kwargs["model"].named_parameters()
+        self._terms = [(parameter, *self._shards[name]) for name, parameter in named if parameter.requires_grad]
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add the penalty to the metrics of a training step."""

@@ -51,11 +51,9 @@ class NextTokenTrainer(RecipeTrainer):
         # The collator adds target positions: ``nonzero`` on the device would synchronise.
         kwargs["data_collator"] = functools.partial(_collate, kwargs["data_collator"])
         super().__init__(**kwargs)
-        self.add_loss_head()
-
-    def add_loss_head(self) -> None:
-        """Attach the loss head, which computes the loss without materialising the logits."""
-        add_loss_head(self.model)
+        # It computes the loss without materialising the logits. In a pipeline, the last ``Chunk`` has it already.
+        if self.launch.part is None:
+            add_loss_head(self.model)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of target tokens; ``int64`` scalar."""
