@@ -61,7 +61,7 @@ def main(run: Run) -> None:
         eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
-        observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),
+        observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
     )
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     export_model(trainer, run.output_dir)

@@ -23,12 +23,11 @@ from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.forgetting.base_divergence import load_base
 from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.layouts.context_rows import join_context
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+from recipes_lib.training.trainers.next_token_trainer import SFTTrainer, load_base
 from recipes_lib.training.trainers.trained_model import load_language_model, load_policy, load_verified_config
 
 

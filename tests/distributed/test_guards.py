@@ -11,7 +11,7 @@ from tests.forked import ROOT, run_forked
 from tests.test_accelerate_configs import read_environment
 from tests.training import spiking
 
-from recipes_lib.training.guards.replay_check import read_rollbacks
+from recipes_lib.training.guards.step_guard import read_rollbacks
 
 TWO = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
 ONE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}

@@ -23,7 +23,7 @@ from tests.distributed.pipelines import CELLS, METRICS, SLOW_CELLS, build_job, b
 from tests.rows import read_events
 
 from recipes_lib.commands.weights import export_checkpoint
-from recipes_lib.training.guards.replay_check import read_rollbacks
+from recipes_lib.training.guards.step_guard import read_rollbacks
 
 pytestmark = pytest.mark.multiprocess
 

@@ -20,7 +20,7 @@ from tests.distributed.cells import (
 )
 from tests.distributed.pipelines import CELLS, METRICS, SLOW_CELLS, build_job, build_rollback
 
-from recipes_lib.training.guards.replay_check import read_rollbacks
+from recipes_lib.training.guards.step_guard import read_rollbacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAUNCH = ("fsdp2", *FULL_PRECISION)

@@ -20,7 +20,7 @@ from tests.faults.moments import (
 from tests.recipes.paused import act_at
 
 from recipes_lib.quantities import pluralize
-from recipes_lib.training.guards.replay_check import Rollback, find_skips, read_rollbacks
+from recipes_lib.training.guards.step_guard import Rollback, find_skips, read_rollbacks
 
 Watch = Callable[[EventCounter, Path], None]
 KILLED = -signal.SIGKILL

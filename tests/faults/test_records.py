@@ -36,7 +36,7 @@ from recipes_lib.publish.card import write_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
-from recipes_lib.training.guards.replay_check import Rollback, read_rollbacks, write_rollbacks
+from recipes_lib.training.guards.step_guard import Rollback, read_rollbacks, write_rollbacks
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch_file
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run

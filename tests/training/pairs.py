@@ -150,7 +150,7 @@ def make_pair_trainer(
             held_out=data.held_out,
             batch_size=args.per_device_eval_batch_size,
             collate=collate,
-            score=objective.score_held_out,
+            score=objective.score,
             progress=progress,
         )
     ] * bool(data.held_out)

@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards.replay_check import compute_checksums
-from recipes_lib.training.guards.step_guard import Spike
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
@@ -79,9 +78,9 @@ class PlantedSpikes:
         self._trainer = trainer
         self._steps = steps
 
-    def __call__(self, loss: float, grad_norm: float, kind: str) -> Spike | None:
+    def __call__(self, loss: float, grad_norm: float, kind: str) -> str | None:
         due = self._steps[len(self._trainer.guard.rollbacks) :][:1]
-        return Spike("loss", loss, 0.0, 0.0) if due == (self._trainer.state.global_step + 1,) else None
+        return f"loss {loss}" if due == (self._trainer.state.global_step + 1,) else None
 
 
 def run_cell(model_dir: Path, output_dir: Path, cell: dict[str, Any]) -> dict[str, Any]:

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from recipes_lib.config.schema import CheckpointConfig, ModelConfig
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import EvaluationHook, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+from recipes_lib.training.trainers.next_token_trainer import BaseDivergence, SFTTrainer
 
 KEYS: dict[str, Any] = {
     "bf16": False,

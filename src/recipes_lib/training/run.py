@@ -72,7 +72,7 @@ from recipes_lib.training.checkpoints.resume import (
     verify_checkpoint_fits,
 )
 from recipes_lib.training.collectives import broadcast_object, is_true_on_main
-from recipes_lib.training.guards.replay_check import read_rollbacks
+from recipes_lib.training.guards.step_guard import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -508,10 +508,7 @@ def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: C
     record = read_complete(checkpoint)
     assert record is not None, "find_last_complete has just read it"
     verify_checkpoint_fits(record, str(checkpoint), launch)
-    config, line = keep_batch(config, launch, record)
-    if line:
-        say(line)
-    return config
+    return keep_batch(config, launch, record, say)
 
 
 def _explain_differences(

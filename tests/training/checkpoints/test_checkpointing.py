@@ -17,10 +17,10 @@ from recipes_lib.commands.weights import export_checkpoint
 from recipes_lib.config.schema import CheckpointConfig, GuardsConfig
 from recipes_lib.errors import explain_refusal
 from recipes_lib.models.saved_weights import BrokenSaveError
-from recipes_lib.training.checkpoints import checkpointing
+from recipes_lib.training.checkpoints import checkpointing, saver
 from recipes_lib.training.checkpoints.manifest import find_damage, read_complete, write_complete
 from recipes_lib.training.checkpoints.model_layout import ModelLayout, ReplicatedLayout
-from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, count_bytes
+from recipes_lib.training.checkpoints.saver import HostCopy, count_bytes
 from recipes_lib.training.checkpoints.sharded import Trained
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -59,14 +59,14 @@ def refuse_copies(monkeypatch):
 
 
 def test_asynchronous_save_equals_synchronous_save(tiny_model_dir, tmp_path, monkeypatch):
-    release, submit = threading.Event(), CheckpointWriter.submit
+    release, write = threading.Event(), saver.write_in_background
 
-    def submit_late(writer, job):
+    def write_late(job):
         is_dry_run = not (tmp_path / "asynchronous" / "_saving").exists()
-        submit(writer, job if is_dry_run else lambda: (release.wait(60), job()))
+        return write(job if is_dry_run else lambda: (release.wait(60), job()))
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "submit", submit_late)
+        patch.setattr(saver, "write_in_background", write_late)
         keys = {"save_steps": 2, "max_steps": 3}
         # Nothing of step 2 is written before step 3 has changed every weight.
         callback = CallAtStep(3, release.set)

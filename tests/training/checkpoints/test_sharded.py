@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from recipes_lib.errors import explain_refusal
+from recipes_lib.models.model_files import MODEL_SHARDS
 from recipes_lib.models.saved_weights import BrokenSaveError, read_shapes
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
 from recipes_lib.training.checkpoints.sharded import (
@@ -25,8 +26,8 @@ from recipes_lib.training.checkpoints.sharded import (
     copy_model_shards,
     copy_optimizer_shards,
     gather_trained_state,
-    load_model_shards,
     load_optimizer_shards,
+    load_tensors,
     read_trained_state,
     verify_shards,
 )
@@ -65,7 +66,7 @@ def saved(tiny_model_dir, tmp_path):
 def test_shards_restore_model_and_optimizer_bit_identically(saved, tiny_model_dir):
     model, optimizer, folder = saved
     other, its_optimizer = build(tiny_model_dir, learning_rate=5.0)
-    load_model_shards(folder, read_trained_state(other))
+    load_tensors(folder / MODEL_SHARDS, read_trained_state(other))
     load_optimizer_shards(folder, describe(other, its_optimizer))
     for one in ((model, optimizer), (other, its_optimizer)):
         step(*one, 1)

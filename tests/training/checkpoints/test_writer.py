@@ -1,28 +1,41 @@
-"""``CheckpointWriter``, which raises errors of its thread, and ``HostCopy``, a consistent snapshot."""
+"""``write_in_background``, whose errors the saver raises, and ``HostCopy``, a consistent snapshot."""
 
 import threading
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from recipes_lib.training.checkpoints import saver as saver_module
-from recipes_lib.training.checkpoints.saver import CheckpointWriter, HostCopy, iterate_tensors
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, iterate_tensors, write_in_background
 
 
 def fail():
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("method", ["wait", "raise_failure"])
-def test_job_exception_is_raised_once(method):
-    writer = CheckpointWriter()
-    writer.submit(fail)
-    writer.settle()
+@pytest.mark.parametrize("method", ["finish", "raise_failure"])
+def test_job_exception_is_raised_once(method, tmp_path):
+    lines = []
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), lines.append)
+    saver._writing = write_in_background(fail)
+    saver._writing.exception()
     with pytest.raises(OSError, match="No space left"):
-        getattr(writer, method)()
-    assert writer.settle() is None
-    writer.wait()
+        getattr(saver, method)()
+    saver.settle()
+    assert lines == []
+    saver.finish()
+
+
+def test_running_job_is_not_waited_for(tmp_path):
+    release = threading.Event()
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    saver._writing = write_in_background(lambda: (release.wait(60), fail()))
+    saver.raise_failure()
+    release.set()
+    with pytest.raises(OSError, match="No space left"):
+        saver.finish()
 
 
 def test_job_uses_the_gpu_of_its_process(monkeypatch):
@@ -31,9 +44,7 @@ def test_job_uses_the_gpu_of_its_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda at: chosen.append((threading.current_thread().name, at)))
-    writer = CheckpointWriter()
-    writer.submit(lambda: chosen.append("job"))
-    writer.wait()
+    write_in_background(lambda: chosen.append("job")).result()
     assert chosen == [("checkpoint", 3), "job"]
 
 

@@ -19,7 +19,7 @@ from recipes_lib.losses.next_token import TokenSums
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.evaluation import held_out
 from recipes_lib.training.evaluation.build import count_text_bytes
-from recipes_lib.training.evaluation.held_out import EvaluateLoss, count_rounds, share_rows
+from recipes_lib.training.evaluation.held_out import EvaluateLoss, share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 COLLATE = PackedCollator(pad_token_id=1)
@@ -179,9 +179,9 @@ def test_share_rows_counts_every_row_once(monkeypatch, world_size, num_rows, bat
     counted, rounds = [], set()
     for rank in range(world_size):
         monkeypatch.setattr(held_out, "get_rank", lambda group, rank=rank: rank)
-        shares = list(share_rows(num_rows, batch_size))
+        shares = list(share_rows(num_rows, batch_size, TrainingProgress(), "evaluate"))
         rounds.add(len(shares))
         assert all(0 < len(rows) <= batch_size for rows, _ in shares)
         counted += [row for rows, is_counted in shares if is_counted for row in rows]
     assert (counted if world_size == 1 else sorted(counted)) == list(range(num_rows))
-    assert rounds == {count_rounds(num_rows, batch_size)}
+    assert rounds == {math.ceil(num_rows / (batch_size * world_size))}

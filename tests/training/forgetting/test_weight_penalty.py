@@ -25,7 +25,7 @@ from recipes_lib.training.trainers.reference import hash_weights
 def build_penalty(coefficient: float, model: nn.Module, reference: nn.Module, fisher: Any = None) -> WeightPenalty:
     penalty = WeightPenalty(coefficient, reference, fisher)
     penalty.prepare(Accelerator(cpu=True), model)
-    penalty.hold(model)
+    penalty.on_train_begin(None, None, None, model=model)
     return penalty
 
 
@@ -154,7 +154,7 @@ def test_fisher_of_ones_equals_l2_sp(make_config: Any, tiny_model_dir: Path) -> 
         penalty = load_penalty(make_config(**keys))
         assert penalty is not None
         penalty.prepare(Accelerator(cpu=True), model)
-        penalty.hold(model)
+        penalty.on_train_begin(None, None, None, model=model)
         for part in model.parameters():
             part.grad = torch.zeros_like(part)
         with torch.no_grad():

@@ -23,13 +23,14 @@ from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.guards.preemption import raise_if_stop_pending, read_evaluation, stop_if_agreed
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, EarlyStopping, MetricsCallback
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
+from recipes_lib.training.monitoring.progress import TrainingProgress
 
 
 def read_rows_until_stop(rank: int, stops_after: dict[int, int]) -> list[Any]:
     """Read the rows of a rank until the end or a stop, which ranks request after ``stops_after`` rows."""
     read: list[Any] = []
     try:
-        for rows, _ in share_rows(14, 2):
+        for rows, _ in share_rows(14, 2, TrainingProgress(), "evaluate"):
             read += rows
             if len(read) >= stops_after.get(rank, 10**9):
                 STOP.request(f"request of {rank}")

@@ -6,7 +6,7 @@ import pytest
 
 from recipes_lib.errors import DataError
 from recipes_lib.training.checkpoints.manifest import write_complete
-from recipes_lib.training.guards.replay_check import (
+from recipes_lib.training.guards.step_guard import (
     ROLLBACKS_FILE,
     Rollback,
     find_skips,

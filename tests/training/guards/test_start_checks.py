@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig
 from recipes_lib.errors import DivergedError
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.parallel.tensor_parallel import build_distribution, distribute
 from recipes_lib.models.quantization import build_quantization_config
@@ -60,7 +61,7 @@ def test_rows_of_a_batch_may_change_rounding_of_8_bit_products(tiny_model_dir, t
     options = build_quantization_config(QuantizationConfig(load_in_8bit=True), torch.float32, "")
     trainer.model = load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path / "outliers")), "sdpa", options)
     trainer.model_wrapped = trainer.model
-    trainer.add_loss_head()
+    add_loss_head(trainer.model)
     assert verify_accumulation(trainer).startswith("accumulation: two rows have the loss")
 
 

@@ -19,9 +19,8 @@ from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints.manifest import find_last_complete, is_complete, supersede
 from recipes_lib.training.guards import step_guard
-from recipes_lib.training.guards.replay_check import read_rollbacks, write_rollbacks
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED
-from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuard
+from recipes_lib.training.guards.step_guard import SpikeMonitor, StepGuard, read_rollbacks, write_rollbacks
 
 TWO_ROLLBACKS = GuardsConfig(max_rollbacks=2)
 
@@ -284,7 +283,7 @@ def test_rollback_skips_pretraining_rows(tiny_tokenizer_dir, tmp_path, monkeypat
     def find_once(monitor, loss, grad_norm, kind):
         calls.append(loss)
         find_spike(monitor, loss, grad_norm, kind)
-        return Spike("loss", loss, 0.0, 0.0) if len(calls) == 4 else None
+        return f"loss {loss}" if len(calls) == 4 else None
 
     monkeypatch.setattr(SpikeMonitor, "find_spike", find_once)
     rollback_keys = {"save_strategy": "steps", "save_steps": 2, "max_rollbacks": 1}

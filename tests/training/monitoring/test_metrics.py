@@ -183,13 +183,6 @@ def test_pipe_is_refused_instead_of_waited_for(tmp_path):
         MetricsWriter(tmp_path / "metrics.jsonl")
 
 
-def test_partial_writes_are_completed(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:5]))
-    MetricsWriter(tmp_path / "metrics.jsonl").write({"step": 1, "loss": 0.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
-
-
 def test_rewind_drops_evaluation_that_is_repeated(tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for kind, step in (("train", 1), ("eval", 1), ("train", 2), ("eval", 2)):

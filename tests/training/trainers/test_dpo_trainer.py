@@ -514,10 +514,10 @@ def test_held_out_scores_are_independent_of_batch_size(policy, is_own):
         for some in (pairs, pairs[:3], pairs[3:])
     )
     record = {"eval": own, "eval_datasets": {"a": first}} if is_own else {"eval_datasets": {"a": first, "b": second}}
-    objective = build_objective(build_args(loss_type=["sft"]), PreferenceConfig(), record)
-    collate = PairCollator(pad_token_id=1)
-    whole = objective.score(policy, collate(pairs)).losses
-    parts = [objective.score_held_out(policy, collate(some)).losses for some in (pairs[:2], pairs[2:6], pairs[6:])]
+    args, collate = build_args(loss_type=["sft"]), PairCollator(pad_token_id=1)
+    whole = build_objective(args, PreferenceConfig()).score(policy, collate(pairs)).losses
+    objective = build_objective(args, PreferenceConfig(), record)
+    parts = [objective.score(policy, collate(some)).losses for some in (pairs[:2], pairs[2:6], pairs[6:])]
     torch.testing.assert_close(torch.cat(parts), whole)
 
 

@@ -8,8 +8,8 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any, Final
 
@@ -337,21 +337,23 @@ class VLLMBackend(Generator):
         """
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
-        answers: dict[int, tuple[list[int], list[float]]] = {}
+        requests: dict[Future[Any], range] = {Future(): part for part in parts}
         # Daemon threads instead of a pool, whose threads would keep a process that leaves a hanging server alive.
-        finished: SimpleQueue[tuple[range, Any]] = SimpleQueue()
-        for part in parts:
-            Thread(target=self._ask, args=(part, [list(prompts[row]) for row in part], finished), daemon=True).start()
+        for request, part in requests.items():
+            Thread(target=self._ask, args=([list(prompts[row]) for row in part], request), daemon=True).start()
+        answers: dict[int, tuple[list[int], list[float]]] = {}
+        pending = set(requests)
         with engine_errors("sampling answers"):
-            for _ in parts:
-                part, found = _take(finished)
-                if isinstance(found, Exception):
-                    raise found
-                answers.update(zip(part, found, strict=True))
-                self._sampling.beat()
+            while pending:
+                # A preempted rank waits for none. A wait is no progress, so that the watchdog ends a stall.
+                STOP.raise_if_pending()
+                done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
+                for request in done:
+                    answers.update(zip(requests[request], request.result(), strict=True))
+                    self._sampling.beat()
             return join_answers([answers[row] for row in rows], self._sampling)
 
-    def _ask(self, part: range, prompts: list[list[int]], finished: SimpleQueue[tuple[range, Any]]) -> None:
+    def _ask(self, prompts: list[list[int]], request: Future[Any]) -> None:
         try:
             output = self._client.generate(
                 prompts,
@@ -361,17 +363,9 @@ class VLLMBackend(Generator):
             )
             # For each token a list of one: its own log-probability.
             logps = [[token[0] for token in answer] for answer in output["logprobs"]]
-            finished.put((part, list(zip(output["completion_ids"], logps, strict=True))))
-        except Exception as error:  # Raised again in the caller's thread.
-            finished.put((part, error))
-
-
-def _take(finished: SimpleQueue[tuple[range, Any]]) -> tuple[range, Any]:
-    """Wait for a request; a preempted rank waits for none. A wait is no progress, so that the watchdog ends a stall."""
-    while True:
-        STOP.raise_if_pending()
-        with suppress(Empty):
-            return finished.get(timeout=_POLL_SECONDS)
+            request.set_result(list(zip(output["completion_ids"], logps, strict=True)))
+        except Exception as error:  # Raised in the caller's thread.
+            request.set_exception(error)
 
 
 def _complete_each(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

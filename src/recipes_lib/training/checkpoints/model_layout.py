@@ -38,16 +38,15 @@ from recipes_lib.training.checkpoints.sharded import (
     copy_model_shards,
     copy_optimizer_shards,
     gather_trained_state,
-    load_model_shards,
     load_optimizer_shards,
-    load_whole_model,
+    load_tensors,
     load_whole_optimizer,
     read_trained_state,
     shard_like,
     verify_shards,
 )
 from recipes_lib.training.collectives import get_rank
-from recipes_lib.training.layouts.fsdp import has_shards
+from recipes_lib.training.layouts.fsdp import has_shards, reshard
 
 _STATES: Final = (OPTIMIZER_NAME, "scheduler.pt", "scaler.pt", "rng_state*.pth")
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -95,7 +94,7 @@ class ModelLayout:
         """Load the weights of a checkpoint; return ``False`` if upstream must load them; every process must call."""
         is_sharded = (folder / MODEL_SHARDS).is_dir()
         if is_sharded:
-            load_model_shards(folder, read_trained_state(model))
+            load_tensors(folder / MODEL_SHARDS, read_trained_state(model))
         return is_sharded
 
     def load_optimizer(self, folder: Path, model: Any, trained: Trained, build: Build) -> bool:
@@ -247,7 +246,8 @@ class ShardedLayout(ModelLayout):
     def load_model(self, folder: Path, model: nn.Module) -> bool:
         """Load sharded weights of any world size, or unsharded ones."""
         if not super().load_model(folder, model):
-            load_whole_model(folder, model)
+            reshard(model)
+            load_tensors(folder, read_adapter_state(model) if is_adapter(model) else read_trained_state(model))
         return True
 
     def load_optimizer(self, folder: Path, model: Any, trained: Trained, build: Build) -> bool:
@@ -340,7 +340,7 @@ def load_trained(place: Path, trained: Trained) -> None:
     """
     parameters, optimizer = trained.parameters, trained.optimizer
     if (place / MODEL_SHARDS).is_dir():
-        load_model_shards(place, parameters)
+        load_tensors(place / MODEL_SHARDS, parameters)
         load_optimizer_shards(place, trained)
         return
     weights = load_file(f"{place}.safetensors")

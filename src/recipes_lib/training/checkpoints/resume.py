@@ -77,7 +77,7 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
     raise ConfigError(Problem(name, found, f"{remedy}, or {other}"))
 
 
-def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
+def keep_batch(config: RecipeConfig, launch: Launch, record: Record, say: Callable[[str], None]) -> RecipeConfig:
     """Adjust gradient accumulation so that every step takes the same rows at another world size.
 
     Micro-batches are assigned to ranks in turn, so the rows of step n depend on the global batch size only. The number
@@ -87,9 +87,10 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         config: Run configuration as the user wrote it.
         launch: Present launch.
         record: Manifest of the checkpoint to resume from.
+        say: Logger for a line about changed keys.
 
     Returns:
-        The configuration to train with, and a log line; ``None`` if nothing changed.
+        The configuration to train with.
 
     Raises:
         ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or gradient
@@ -114,14 +115,13 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         found = f"{key} counts whole micro-batches, {accumulated} per step at the checkpoint and {accumulation} now"
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
         raise ConfigError(Problem(config.locate(key), found, remedy))
-    changed = [f"{key} is {value}" for key, value in planned.items() if config.read(key) != value]
-    if not changed:
-        return config, None
-    line = (
-        f"{pluralize(launch.data_size, 'process')} instead of {data_size}: {' and '.join(changed)}, so that a step "
-        f"still takes {pluralize(rows, 'row')}"
-    )
-    return config.with_training(planned), line
+    if changed := [f"{key} is {value}" for key, value in planned.items() if config.read(key) != value]:
+        say(
+            f"{pluralize(launch.data_size, 'process')} instead of {data_size}: {' and '.join(changed)}, so that a step "
+            f"still takes {pluralize(rows, 'row')}"
+        )
+        config = config.with_training(planned)
+    return config
 
 
 def agree_on_checkpoint(

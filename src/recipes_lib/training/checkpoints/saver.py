@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,47 +53,25 @@ _MEMORY_SHARE: Final = 0.8
 """Largest fraction of the free host memory that a copy may take."""
 
 
-class CheckpointWriter:
-    """Writer thread for one job at a time; its exceptions are raised in the training thread."""
+def write_in_background(job: Callable[[], None]) -> Future[None]:
+    """Run a job in a daemon thread, on the GPU of this one; return its future, which raises the job's exception."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    writing: Future[None] = Future()
 
-    def __init__(self) -> None:
-        """Initialise without a thread."""
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Start a job in a background thread; the previous one must have been waited for."""
-        is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        device = torch.cuda.current_device() if is_on_gpu else None
-        # A daemon thread, so that a hanging disk cannot block the exit of the process.
-        self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def raise_failure(self) -> None:
-        """Raise the exception of a finished job, once; do not wait for a running one."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def wait(self) -> None:
-        """Wait for the job and raise its exception."""
-        self.settle()
-        self.raise_failure()
-
-    def settle(self) -> BaseException | None:
-        """Wait for the job and return its exception instead of raising it, for use in ``finally``."""
-        if self._thread is not None:
-            self._thread.join()
-        return self._failure
-
-    def _run(self, job: Callable[[], None], device: int | None) -> None:
+    def run() -> None:
         try:
             if device is not None:
                 # A new thread uses GPU 0, where torch's writer would allocate a CUDA context for every process.
                 torch.cuda.set_device(device)
             job()
-        except BaseException as error:  # Raised in the training thread by ``raise_failure``.
-            self._failure = error
+        except BaseException as error:
+            writing.set_exception(error)
+        else:
+            writing.set_result(None)
+
+    # A daemon thread, so that a hanging disk cannot block the exit of the process.
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return writing
 
 
 class HostCopy:
@@ -268,7 +247,7 @@ class CheckpointSaver:
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
-        self._writer = CheckpointWriter()
+        self._writing: Future[None] | None = None  # Of the current checkpoint, until its result is read.
         self._copy = HostCopy()
         self._copies: bool | None = None  # Decided with the first checkpoint, when the states exist.
         self.group: distributed.ProcessGroup | None = None
@@ -405,13 +384,15 @@ class CheckpointSaver:
         self._say(f"no resume: {found}; {remedy}")
 
     def finish(self) -> None:
-        """Wait until the current checkpoint is published; raise its error."""
-        self._writer.wait()
+        """Wait until the current checkpoint is published; raise its error, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def raise_failure(self) -> None:
         """Raise the error of a finished write on the main process, whose exit ends the others; do not wait."""
-        if self.is_main:
-            self._writer.raise_failure()
+        if self.is_main and self._writing is not None and self._writing.done():
+            self.finish()
 
     def settle(self) -> None:
         """Wait for the writer when a run ends; log its error instead of raising, as another error may be under way.
@@ -421,7 +402,7 @@ class CheckpointSaver:
         error = sys.exception()
         if self._engine and error is not None and explain_lost_connection(error) is not None:
             return
-        if (failure := self._writer.settle()) is not None:
+        if self._writing is not None and (failure := self._writing.exception()) is not None:
             self._say(f"the last checkpoint could not be written: {failure}")
 
     def _write(self, staged: Staged, then: Task) -> None:
@@ -453,7 +434,7 @@ class CheckpointSaver:
                 then()
 
         if self._copies:
-            self._writer.submit(job)
+            self._writing = write_in_background(job)
         else:
             job()
 

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
-from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.inference import find_device
 from recipes_lib.models.model_files import MODEL_SHARDS, POLICY
 from recipes_lib.models.saved_weights import BrokenSaveError
@@ -111,22 +110,6 @@ def copy_model_shards(
     return lambda: write_shards(folder / MODEL_SHARDS, state, saver.group)
 
 
-def load_model_shards(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Load weights in place from shards of any world size; every process must call."""
-    _load(folder / MODEL_SHARDS, weights)
-
-
-def load_whole_model(folder: Path, model: Any) -> None:
-    """Load an unsharded checkpoint into a sharded model; every process must call, and reads only its shards.
-
-    Args:
-        folder: Checkpoint folder with the safetensors files of a model or of an adapter.
-        model: Sharded model.
-    """
-    reshard(model)
-    _load(folder, read_adapter_state(model) if is_adapter(model) else read_trained_state(model))
-
-
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
     """Return the unsharded weights of a checkpoint, of RL the policy's, sharded or not, in host memory.
 
@@ -141,7 +124,7 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in _read_described(source).items()
     }
-    _load(source, weights)
+    load_tensors(source, weights)
     return weights
 
 
@@ -189,7 +172,7 @@ def load_optimizer_shards(folder: Path, trained: Trained, *, is_part: bool = Fal
         alike = {"dtype": dtype, "device": place}
         value = torch.zeros_like(parameter, **alike) if is_alike else torch.zeros(tensor.size, dtype=dtype)
         states[full_name] = by_parameter.setdefault(parameters[name], {})[key] = value
-    _load(source, states)
+    load_tensors(source, states)
     _restore(trained.optimizer, by_parameter, read_json(source / _GROUPS))
 
 
@@ -356,8 +339,11 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group = Non
         save(detached, storage_writer=writer, process_group=group, **options)
 
 
-def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` in place from safetensors files, resharding as needed; every process must call."""
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill ``tensors`` in place from safetensors files, whole or in shards of any world size; every process must call.
+
+    Each process reads only its shards.
+    """
     reader = HuggingFaceStorageReader(str(folder))
     with _distributed_options() as options:
         load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)

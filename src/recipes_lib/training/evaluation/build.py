@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.chat.encoder import compute_token_byte_lengths
-from recipes_lib.data.store import Rows
+from recipes_lib.data.packed.training_data import TrainingData
+from recipes_lib.data.pairs.preference_sets import PairData
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.heads.scoring import read_positions
@@ -24,7 +25,7 @@ from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token
 from recipes_lib.planning.devices import peak_flops
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
-from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
+from recipes_lib.training.evaluation.samples import SAMPLES_FILE, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.task_scores import build_task_scores
 from recipes_lib.training.evaluation.user_metrics import load_callbacks, load_metrics
 from recipes_lib.training.guards.expected_curve import build_expected_curve
@@ -35,32 +36,14 @@ from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter,
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 from recipes_lib.training.trainers.pair_batches import PairScores
+from recipes_lib.training.trainers.pretraining_rows import PretrainingRows
 
 logger = logging.getLogger(__name__)
 
 
-class ObservedData(Protocol):
-    """Protocol of a run's data for its observer."""
-
-    @property
-    def held_out(self) -> Mapping[str, Rows]:
-        """Held-out rows by name."""
-
-    @property
-    def typical_length(self) -> int:
-        """Typical document length in tokens, which sets the cost of attention."""
-
-    @property
-    def warnings(self) -> Sequence[str]:
-        """Warnings about the data, one sentence each."""
-
-    def iterate_examples(self) -> Iterator[Example]:
-        """Yield held-out documents, the source of sample prompts."""
-
-
 def build_observer(
     config: RecipeConfig,
-    data: ObservedData,
+    data: TrainingData | PairData | PretrainingRows,
     args: TrainingArguments,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -137,8 +120,7 @@ def build_observer(
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
         *build_expected_curve(config, writer, progress),
     ]
-    user_callbacks = load_callbacks(keys.callbacks or [])
-    return Observer(counter, hooks, callbacks, progress, config.guards, user_callbacks)
+    return Observer(counter, hooks, callbacks, progress, config.guards, load_callbacks(keys.callbacks or []))
 
 
 def _shard_sequence(

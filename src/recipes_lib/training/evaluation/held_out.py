@@ -10,31 +10,33 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from accelerate.utils import send_to_device
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from recipes_lib.data.store import Rows
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
-from recipes_lib.training.collectives import get_rank, get_world_size, sum_over_processes
+from recipes_lib.training.collectives import Group, get_rank, get_world_size, sum_over_processes
 from recipes_lib.training.guards.preemption import stop_if_agreed
 from recipes_lib.training.monitoring.metrics import read_together
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
 
 
-def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of batches that each process of ``group`` computes, rounded up."""
-    return math.ceil(num_rows / (batch_size * get_world_size(group)))
-
-
 def share_rows(
-    num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None
+    num_rows: int, batch_size: int, progress: TrainingProgress, label: str, group: Group = None
 ) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the row indices of this process's batches, and whether the batch counts; every process must iterate.
 
     Batches are assigned to the ranks of ``group`` in turn. A rank without a batch in the last round repeats the first
     one uncounted, because a forward pass over sharded weights is collective. Before each batch all processes of the run
     agree whether to stop; groups have the same size, so all make the same number of these collective calls.
+
+    Args:
+        num_rows: Rows of the set.
+        batch_size: Rows per batch and process.
+        progress: Displays the batches of this process.
+        label: Label of the display.
+        group: Process group over which rows are divided; ``None``: all processes.
 
     Raises:
         PreemptedError: A process received a stop request while training.
@@ -44,8 +46,10 @@ def share_rows(
     rank, world_size = get_rank(group), get_world_size(group)
     num_batches = math.ceil(num_rows / batch_size)
     # The same number of iterations on every rank.
-    for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
+    num_rounds = math.ceil(num_batches / world_size)
+    for number in progress.track(range(num_rounds), label, num_rounds):
         stop_if_agreed()
+        index = number * world_size + rank
         is_counted = index < num_batches
         start = index * batch_size if is_counted else 0
         yield range(start, min(start + batch_size, num_rows)), is_counted
@@ -80,8 +84,8 @@ class _HeldOutEvaluation(ABC):
     progress: TrainingProgress
     held_out: Mapping[str, Rows]
     named: Collection[str] = ()
-    group: distributed.ProcessGroup | None = None
-    sums_group: distributed.ProcessGroup | None = None
+    group: Group = None
+    sums_group: Group = None
 
     def __post_init__(self) -> None:
         for name, rows in self.held_out.items():
@@ -113,11 +117,9 @@ class _HeldOutEvaluation(ABC):
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
         """Return the sums over all rows of a set, reduced over all processes; every process must call."""
         rows, sums = self.held_out[name], dict[str, float]()
-        num_rounds = count_rounds(len(rows), self.batch_size, self.group)
         label = "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
         with preserve_training_state(model):
-            shares = share_rows(len(rows), self.batch_size, self.group)
-            for numbers, is_counted in self.progress.track(shares, label, num_rounds):
+            for numbers, is_counted in share_rows(len(rows), self.batch_size, self.progress, label, self.group):
                 scores = self._score(model, self.collate([rows[number] for number in numbers]))
                 # Summed as Python numbers: counts are exact, and nats in double precision.
                 for key, value in zip(scores, read_together([*scores.values()]), strict=True):

@@ -85,10 +85,9 @@ class RowScorer:
         Raises:
             DataError: Rows cannot be rendered, tokenised or masked (all are reported), or a loss is not finite.
         """
-        encoded = self.encoder.encode(rows)
         windows = [
             (number, _cut(row, slice(start, start + self.length)))
-            for number, row in enumerate(encoded)
+            for number, row in enumerate(self.encoder.encode(rows))
             # One token of overlap: it predicts the first target of a window, and is a target only in the previous one.
             for start in range(0, max(1, len(row.input_ids) - 1), self.length - 1)
         ]

@@ -1,1 +1,1 @@
-"""Methods against catastrophic forgetting: Fisher information, weight penalties, KL divergence to the base."""
+"""Methods against catastrophic forgetting: Fisher information and weight penalties."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from accelerate import Accelerator
@@ -24,14 +24,6 @@ from recipes_lib.training.trainers.reference import hash_weights
 
 PENALTY: Final = "ewc_penalty"
 """Metric of a logged step: the penalty before its update, including the factor ``ewc_lambda``."""
-
-
-class _Term(NamedTuple):
-    """Parameter with its reference and Fisher information, as local shards; ``fisher`` ``None`` means 1."""
-
-    parameter: nn.Parameter
-    reference: Tensor
-    fisher: Tensor | None
 
 
 class WeightPenalty(TrainerCallback):
@@ -56,8 +48,9 @@ class WeightPenalty(TrainerCallback):
         self._coefficient = coefficient
         self._reference = reference
         self._whole_fisher = fisher
+        # Reference and Fisher information (``None``: 1) by name, as local shards; and after each parameter.
         self._shards: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._terms: list[_Term] = []
+        self._terms: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._sum = torch.zeros(())
 
     def prepare(self, accelerator: Accelerator, model: nn.Module) -> None:
@@ -88,14 +81,6 @@ class WeightPenalty(TrainerCallback):
         # Frees the unsharded copies; the shards are all that training needs.
         self._reference, self._whole_fisher = nn.Module(), None
 
-    def hold(self, model: nn.Module) -> None:
-        """Look up the trained parameters of the model, after sharding."""
-        self._terms = [
-            _Term(parameter, *self._shards[name])
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
-
     @torch.no_grad()
     def add_gradients(self, scale: float = 1.0) -> None:
         """Add the penalty's gradient to the gradient of every parameter that has one.
@@ -118,7 +103,7 @@ class WeightPenalty(TrainerCallback):
         """Return the penalty at the last ``add_gradients``, over all shards; every process must call."""
         value: Tensor = self._sum.detach()
         # FSDP2 shards all parameters, over one mesh.
-        first = self._terms[0].parameter
+        first, *_ = self._terms[0]
         if isinstance(first, DTensor):
             # Over a sharded mesh dimension the local sums add up; over a replicated one they are equal.
             placements = [Partial() if isinstance(each, Shard) else Replicate() for each in first.placements]
@@ -128,7 +113,8 @@ class WeightPenalty(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Look up the parameters; only now, because FSDP2 replaces those of the original model."""
-        self.hold(kwargs["model"])
+        named = kwargs["model"].named_parameters()
+        self._terms = [(parameter, *self._shards[name]) for name, parameter in named if parameter.requires_grad]
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Add the penalty to the metrics of a training step."""

@@ -145,14 +145,19 @@ class LastStep(TrainerCallback):
             for callback in trainer.observer.callbacks:
                 callback.on_step_end(trainer.args, state, trainer.control)
             # 3. An interrupted evaluation is recorded, and runs when training resumes.
-            stored: Any = state.stateful_callbacks
-            stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
+            record_evaluation(state, trainer.last_evaluated_step, is_owed=trainer.is_evaluating)
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
         trainer.finish_saving()
         # A launcher kills all ranks when the first one exits, so all wait until rank 0 has published the checkpoint.
         trainer.accelerator.wait_for_everyone()
         return close_preempted(request, step=state.global_step, saved_step=self._saved_step)
+
+
+def record_evaluation(state: TrainerState, step: int, *, is_owed: bool) -> None:
+    """Record the step of the last evaluation, and whether that of the present step is pending, for checkpoints."""
+    stored: Any = state.stateful_callbacks
+    stored[EVALUATION_KEY] = {"last": step, "is_owed": is_owed}
 
 
 def read_evaluation(args: TrainingArguments, state: TrainerState) -> tuple[int, bool]:

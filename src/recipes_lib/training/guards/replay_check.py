@@ -1,100 +1,19 @@
-"""Records of spike rollbacks (``rollbacks.json``), and replay checks (``verify_steps``) against hardware faults."""
+"""Replay checks (``verify_steps``) against hardware faults."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from recipes_lib.data.tokens.dataset import RowSkips
-from recipes_lib.errors import DataError, DivergedError, Problem
-from recipes_lib.files import read_json, replace_record
+from recipes_lib.errors import DivergedError
 from recipes_lib.models.inference import save_random_states
-from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
 from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.step_facts import StepInputs, TrainerView
 from recipes_lib.training.layouts.fsdp import get_local
-
-ROLLBACKS_FILE: Final = "rollbacks.json"
-_REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"
-
-MARGIN: Final = 2
-"""Smallest number of steps from a checkpoint to the spike, since the step before the spike is skipped too."""
-STEPS_BEFORE: Final = 1
-"""Skipped steps before the spike: the update before it may have caused its loss."""
-STEPS_AFTER: Final = 2
-"""Skipped steps after the spike: neighbouring rows often come from the same source."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """One rollback to a checkpoint.
-
-    Attributes:
-        step: Step of the spike, from 1; its update was not made.
-        cause: Description of the spike.
-        back_to: Step of the checkpoint that the run resumed from.
-        skipped: Half-open range of skipped rows, numbered after all earlier skips.
-        steps: First and last step of the skipped rows, from 1, inclusive.
-    """
-
-    step: int
-    cause: str
-    back_to: int
-    skipped: tuple[int, int]
-    steps: tuple[int, int]
-
-
-def find_skips(rollbacks: Iterable[Rollback]) -> RowSkips:
-    """Return the rows that a run skips after its rollbacks, which are in order."""
-    return functools.reduce(lambda skips, rollback: skips.leave_out(*rollback.skipped), rollbacks, RowSkips())
-
-
-def write_rollbacks(output_dir: Path, rollbacks: Iterable[Rollback]) -> None:
-    """Replace ``rollbacks.json`` atomically, with fsync."""
-    replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in rollbacks])
-
-
-def read_rollbacks(output_dir: Path) -> list[Rollback]:
-    """Read the rollbacks of a run, in order; empty without a file.
-
-    Raises:
-        DataError: The file is invalid.
-
-    Source: ``tests/training/guards/test_rollback.py``.
-    """
-    path = output_dir / ROLLBACKS_FILE
-    if not path.exists():
-        return []
-    records = read_json(path, remedy=_REMEDY)
-    try:
-        return [_restore(record) for record in records]
-    except (TypeError, LookupError, ValueError, OverflowError) as error:
-        raise DataError(Problem(str(path), "is not a list of rollbacks", _REMEDY)) from error
-
-
-def _restore(record: Any) -> Rollback:
-    """Build a rollback from a JSON object; raises Python's errors on invalid ones."""
-    ranges = {name: (int(record[name][0]), int(record[name][1])) for name in ("skipped", "steps")}
-    return Rollback(**{**record, **ranges, "step": int(record["step"]), "back_to": int(record["back_to"])})
-
-
-def find_step_before(output_dir: Path, spike_step: int) -> int | None:
-    """Return the step of the newest undamaged checkpoint at least ``MARGIN`` steps before a spike; ``None`` if none is.
-
-    Args:
-        output_dir: Output directory of the run.
-        spike_step: Step of the spike, from 1.
-    """
-    earlier = ((step, path) for step, path in list_checkpoints(output_dir) if step <= spike_step - MARGIN)
-    return next((step for step, path in earlier if find_damage(path) is None), None)
-
 
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by bytes per element, to view the bits of a tensor."""

@@ -1,13 +1,13 @@
-"""Step guard: stops non-finite steps before their update, and detects loss spikes and rolls them back."""
+"""Step guard: stops non-finite steps before their update, detects loss spikes and rolls them back, with a record."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +18,13 @@ from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import GuardsConfig
+from recipes_lib.data.tokens.dataset import RowSkips
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.files import read_json, replace_record
 from recipes_lib.quantities import pluralize
-from recipes_lib.training.checkpoints.manifest import supersede
+from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints, supersede
 from recipes_lib.training.collectives import compute_on_main
-from recipes_lib.training.guards.replay_check import (
-    ROLLBACKS_FILE,
-    STEPS_AFTER,
-    STEPS_BEFORE,
-    ReplayCheck,
-    Rollback,
-    find_step_before,
-    read_rollbacks,
-    write_rollbacks,
-)
+from recipes_lib.training.guards.replay_check import ReplayCheck
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, dump_and_raise
 from recipes_lib.training.layouts.fsdp import get_full_tensor
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
@@ -47,27 +41,6 @@ FLOOR: Final = 0.02
 """Smallest deviation as a fraction of the median, so that rounding in a curve without noise is not a spike."""
 UPPER_TO_STD: Final = 1 / statistics.NormalDist().inv_cdf(0.9)
 """Ratio of standard deviation to the distance between 90th percentile and median of a normal distribution."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spike:
-    """A spike in a metric.
-
-    Attributes:
-        figure: ``loss`` or ``grad_norm``.
-        value: Value at the spike.
-        median: Median over the previous steps.
-        threshold: Largest value that is not a spike.
-    """
-
-    figure: str
-    value: float
-    median: float
-    threshold: float
-
-    def __str__(self) -> str:
-        name = {"loss": "loss", "grad_norm": "gradient norm"}[self.figure]
-        return f"{name} {self.value:.4g}, where {self.threshold:.4g} is the limit and {self.median:.4g} the median"
 
 
 class SpikeMonitor:
@@ -87,10 +60,10 @@ class SpikeMonitor:
         """Initialise with an empty window."""
         self._windows: dict[str, deque[float]] = {}
 
-    def find_spike(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
-        """Return the spike of a step, ``None`` if there is none, then add the step to the window.
+    def find_spike(self, loss: float, grad_norm: float, kind: str = "") -> str | None:
+        """Return a clause about the spike of a step, ``None`` if there is none, then add the step to the window.
 
-        If both are spikes, the loss is returned.
+        It names value, limit and median; those of the loss, if both are spikes.
 
         Args:
             loss: Mean loss of the step, finite, of any sign.
@@ -102,7 +75,7 @@ class SpikeMonitor:
         losses, log_norms = (self._windows.setdefault(name, deque(maxlen=WINDOW)) for name in names)
         spike = None
         if len(losses) >= MIN_STEPS:
-            spike = _find_loss_spike(losses, loss) or _find_spike("grad_norm", log_norms, log_norm)
+            spike = _find_loss_spike(losses, loss) or _find_spike("gradient norm", log_norms, log_norm)
         # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
         losses.append(loss)
         log_norms.append(log_norm)
@@ -117,7 +90,7 @@ class SpikeMonitor:
         self._windows = {name: deque(window, maxlen=WINDOW) for name, window in exported.items()}
 
 
-def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
+def _find_loss_spike(before: Sequence[float], loss: float) -> str | None:
     if min(*before, loss) > 0:
         return _find_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
     median = statistics.median(before)
@@ -126,15 +99,93 @@ def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
 
 
 def _find_spike(
-    figure: str, before: Sequence[float], value: float, floor: float = FLOOR, undo: Callable[[float], float] = math.exp
-) -> Spike | None:
-    """Compare a value, by default a logarithm, with earlier ones; ``undo`` returns it to the unit of the spike."""
+    name: str, before: Sequence[float], value: float, floor: float = FLOOR, undo: Callable[[float], float] = math.exp
+) -> str | None:
+    """Compare a value, by default a logarithm, with earlier ones; ``undo`` returns it to its own unit."""
     # A difference of FLOOR in logarithms is a ratio of about 1 + FLOOR. Median and MAD tolerate outliers in up to half
     # of the window.
     median = statistics.median(before)
     deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
     threshold = median + FACTOR * deviation
-    return Spike(figure, *map(undo, (value, median, threshold))) if deviation and value > threshold else None
+    if not (deviation and value > threshold):
+        return None
+    found, limit, usual = map(undo, (value, threshold, median))
+    return f"{name} {found:.4g}, where {limit:.4g} is the limit and {usual:.4g} the median"
+
+
+ROLLBACKS_FILE: Final = "rollbacks.json"
+_REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"
+
+MARGIN: Final = 2
+"""Smallest number of steps from a checkpoint to the spike, since the step before the spike is skipped too."""
+STEPS_BEFORE: Final = 1
+"""Skipped steps before the spike: the update before it may have caused its loss."""
+STEPS_AFTER: Final = 2
+"""Skipped steps after the spike: neighbouring rows often come from the same source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """One rollback to a checkpoint.
+
+    Attributes:
+        step: Step of the spike, from 1; its update was not made.
+        cause: Description of the spike.
+        back_to: Step of the checkpoint that the run resumed from.
+        skipped: Half-open range of skipped rows, numbered after all earlier skips.
+        steps: First and last step of the skipped rows, from 1, inclusive.
+    """
+
+    step: int
+    cause: str
+    back_to: int
+    skipped: tuple[int, int]
+    steps: tuple[int, int]
+
+
+def find_skips(rollbacks: Iterable[Rollback]) -> RowSkips:
+    """Return the rows that a run skips after its rollbacks, which are in order."""
+    return reduce(lambda skips, rollback: skips.leave_out(*rollback.skipped), rollbacks, RowSkips())
+
+
+def write_rollbacks(output_dir: Path, rollbacks: Iterable[Rollback]) -> None:
+    """Replace ``rollbacks.json`` atomically, with fsync."""
+    replace_record(output_dir / ROLLBACKS_FILE, [asdict(rollback) for rollback in rollbacks])
+
+
+def read_rollbacks(output_dir: Path) -> list[Rollback]:
+    """Read the rollbacks of a run, in order; empty without a file.
+
+    Raises:
+        DataError: The file is invalid.
+
+    Source: ``tests/training/guards/test_rollback.py``.
+    """
+    path = output_dir / ROLLBACKS_FILE
+    if not path.exists():
+        return []
+    records = read_json(path, remedy=_REMEDY)
+    try:
+        return [_restore(record) for record in records]
+    except (TypeError, LookupError, ValueError, OverflowError) as error:
+        raise DataError(Problem(str(path), "is not a list of rollbacks", _REMEDY)) from error
+
+
+def _restore(record: Any) -> Rollback:
+    """Build a rollback from a JSON object; raises Python's errors on invalid ones."""
+    ranges = {name: (int(record[name][0]), int(record[name][1])) for name in ("skipped", "steps")}
+    return Rollback(**{**record, **ranges, "step": int(record["step"]), "back_to": int(record["back_to"])})
+
+
+def find_step_before(output_dir: Path, spike_step: int) -> int | None:
+    """Return the step of the newest undamaged checkpoint at least ``MARGIN`` steps before a spike; ``None`` if none is.
+
+    Args:
+        output_dir: Output directory of the run.
+        spike_step: Step of the spike, from 1.
+    """
+    earlier = ((step, path) for step, path in list_checkpoints(output_dir) if step <= spike_step - MARGIN)
+    return next((step for step, path in earlier if find_damage(path) is None), None)
 
 
 STATE_KEY: Final = "recipes_lib_spikes"
@@ -263,7 +314,7 @@ class StepGuard(TrainerCallback):
             is_updated=trainer.is_deepspeed_enabled,
         )
 
-    def _handle_spike(self, spike: Spike, loss: float, grad_norm: float) -> None:
+    def _handle_spike(self, spike: str, loss: float, grad_norm: float) -> None:
         """Log a spike, or leave the training loop for a rollback."""
         step = self._trainer.state.global_step + 1
         say = self._trainer.observer.progress.say
@@ -277,11 +328,11 @@ class StepGuard(TrainerCallback):
             # Rank 0 decides: on network file systems other machines may see the folder later.
             back_to = compute_on_main(partial(find_step_before, self._output_dir, step))
             if back_to is not None:
-                raise _SpikedError(self._plan(step, str(spike), back_to))
+                raise _SpikedError(self._plan(step, spike, back_to))
         if not self._is_in_spike:
             remedy = "no checkpoint is far enough before it" if self._keys.max_rollbacks else "max_rollbacks is 0"
             say(f"step {step}: {spike}; the run continues ({remedy})")
-            self._writer.write({"kind": "spike", "step": step, "cause": str(spike)})
+            self._writer.write({"kind": "spike", "step": step, "cause": spike})
 
     def _plan(self, step: int, cause: str, back_to: int) -> Rollback:
         # ``step`` counts from 1, ``find_rows`` from 0.

@@ -1,8 +1,7 @@
 """Incompatible options of recipe and launch file: one table for ``recipes check``, every start and the docs.
 
-The table is ``compatibility.yaml``; its conditions are defined here.
-
-``python -m recipes_lib.training.layouts.compatibility`` prints the table of ``docs/hardware.md``.
+The table is ``compatibility.yaml``; its conditions are defined here. ``tests/config/generate.py`` writes the table of
+``docs/hardware.md`` from it.
 """
 
 from __future__ import annotations

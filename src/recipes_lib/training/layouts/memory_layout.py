@@ -45,8 +45,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
             return resolve_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
-    settled = config.with_training(list_keys(mode))
-    return settled, f"{mode} ({why})"
+    return config.with_training(list_keys(mode)), f"{mode} ({why})"
 
 
 def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:

@@ -324,9 +324,6 @@ class PipelineTrainer(PretrainTrainer):
             _describe(self.pipeline, layout.schedule, num_batches=self.args.gradient_accumulation_steps)
         )
 
-    def add_loss_head(self) -> None:
-        """Do nothing: ``Chunk`` attaches the loss head to the last chunk."""
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:

@@ -222,20 +222,17 @@ class MetricsWriter:
         if not self._is_main:
             return
         line = (json.dumps(spell_numbers(event), allow_nan=False) + "\n").encode()
-        # Opened for each event, so that lines are not written to a file that was renamed or deleted in the meantime.
-        # O_RDWR: the last byte is read; O_APPEND: a second writer cannot overwrite lines.
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # Terminate a line that a kill truncated.
-            while line:
-                # A nearly full disk accepts a part of the line; the next call then raises ENOSPC.
-                line = line[os.write(descriptor, line) :]
+            # Opened for each event, so that lines are not written to a file that was renamed or deleted in the
+            # meantime; for appending, so that a second writer cannot overwrite lines.
+            with self._path.open("a+b") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    # Terminate a line that a kill truncated.
+                    line = line if file.read(1) == b"\n" else b"\n" + line
+                file.write(line)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-        finally:
-            os.close(descriptor)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
         """Drop all events after ``step``, and truncated lines, before training resumes from there.

@@ -40,16 +40,15 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         ConfigError: fp8 with ``torch_compile: false``; or torch has no such backend or mode.
     """
     training, is_fp8 = config.training, launch.precision == "fp8"
-    options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
+    given = {name: training[key] for name in ("backend", "mode") if training.get(key := f"torch_compile_{name}")}
     is_compiled = training.get("torch_compile")
     if is_compiled is None:
         is_supported = is_cuda and _has_whole_layers(launch) and not find_compiler_obstacle()
         is_default = is_supported and config.recipe == "pretrain"
-        is_compiled = is_default or is_fp8 or any(options.values())
+        is_compiled = is_default or is_fp8 or bool(given)
     if is_fp8 and not is_compiled:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if not is_compiled:
         return None
     for name, value in given.items():
@@ -197,17 +196,21 @@ def match_kernels(frozen: Iterable[Any], trained: Any, args: TrainingArguments) 
             compile_layers(model, compilation)
 
 
-class CompilationCheck(TrainerCallback):
-    """Logs the number of compiled graphs after the first step: torch falls back to eager silently."""
+class Compilation(TrainerCallback):
+    """Compiles layers, and logs the number of their graphs after the first step: torch falls back to eager silently."""
 
-    def __init__(self, num_layers: int, progress: TrainingProgress) -> None:
-        """Start counting.
+    def __init__(self, model: Any, options: Mapping[str, Any], progress: TrainingProgress) -> None:
+        """Compile the layers of a model, as ``compile_layers``, and start counting.
 
         Args:
-            num_layers: From ``compile_layers``.
+            model: As for ``compile_layers``.
+            options: As for ``compile_layers``.
             progress: Receives the log line.
+
+        Raises:
+            ConfigError: As ``compile_layers``.
         """
-        self._num_layers, self._progress = num_layers, progress
+        self._num_layers, self._progress = compile_layers(model, options), progress
         self._before: int | None = _count_graphs()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,14 +16,7 @@ from typing import Any, Final, cast
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from trl import DPOConfig
 
 from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfig
@@ -93,17 +87,14 @@ class PreferenceObjective:
         """Whether any of the losses compares the policy with a reference."""
         return not set(self.names) <= REFERENCE_FREE
 
-    def score_held_out(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Score a batch of held-out pairs as ``score``; ``sft`` is normalised by the mean over the whole set."""
-        return self.score(model, batch, self.mean_held_out_tokens)
-
     def score(self, model: nn.Module, batch: Batch, mean_chosen_tokens: Tensor | None = None) -> PairScores:
         """Score a batch of pairs.
 
         Args:
             model: The policy, with a loss head.
             batch: From ``PairCollator``; ``P`` pairs.
-            mean_chosen_tokens: Mean tokens of a chosen answer over the optimizer step, the normaliser of ``sft``.
+            mean_chosen_tokens: Mean tokens of a chosen answer over the optimizer step, the normaliser of ``sft``;
+                ``None`` for held-out pairs: the mean over all of them.
         """
         device = find_device(model)
         outputs = model(
@@ -126,7 +117,7 @@ class PreferenceObjective:
             ref_chosen_logps=ref_chosen,
             ref_rejected_logps=ref_rejected,
             chosen_nll=-sum_logps(outputs.logps, ids, 2 * num_pairs)[:num_pairs] if self.ld_alpha is not None else None,
-            mean_chosen_tokens=mean_chosen_tokens,
+            mean_chosen_tokens=self.mean_held_out_tokens if mean_chosen_tokens is None else mean_chosen_tokens,
             weights=(
                 compute_wpo_weights(outputs.logps, outputs.log_sum_sq_probs, ids, 2 * num_pairs)
                 if self.use_weighting
@@ -151,12 +142,10 @@ class PreferenceObjective:
             return None, None
         if "ref_chosen_logp" in batch:
             return batch["ref_chosen_logp"].to(device), batch["ref_rejected_logp"].to(device)
-        with torch.no_grad():
-            if self.reference is not None:
-                chosen, rejected = compute_answer_logps(self.reference, batch, ld_alpha=self.ld_alpha)
-            else:
-                with adapters_off(extract_model_from_parallel(model)):
-                    chosen, rejected = compute_answer_logps(model, batch, ld_alpha=self.ld_alpha)
+        reference = model if self.reference is None else self.reference
+        disabled = adapters_off(extract_model_from_parallel(model)) if reference is model else nullcontext()
+        with torch.no_grad(), disabled:
+            chosen, rejected = compute_answer_logps(reference, batch, ld_alpha=self.ld_alpha)
         return chosen, rejected
 
 
@@ -321,13 +310,10 @@ class DPOTrainer(PairTrainer):
 
     def _load_or_compute(self, stored: ReferenceLogps) -> None:
         reference: nn.Module = self.model_wrapped if self.objective.reference is None else self.objective.reference
-
-        def score(rows: Sequence[Any]) -> torch.Tensor:
-            return compute_answer_logps(reference, self.data_collator(list(rows)), ld_alpha=self.objective.ld_alpha)
-
+        ld_alpha = self.objective.ld_alpha
         stored.load_or_compute(
             reference,
-            score,
+            lambda rows: compute_answer_logps(reference, self.data_collator(list(rows)), ld_alpha=ld_alpha),
             batch_size=self.args.per_device_eval_batch_size,
             dtype=get_rounding_dtype(self.model, self.args),
             progress=self.observer.progress,
@@ -351,7 +337,7 @@ class _WarnOnChosenLikelihood(TrainerCallback):
         self._say = say
         self._has_warned = False
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
         if shift < -MAX_DROP and not self._has_warned:
             self._has_warned = True

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import nn
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.rules import STOCHASTIC_ADAMW
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import IGNORE_INDEX
 from recipes_lib.data.tokens.dataset import TokenDataset
-from recipes_lib.losses.distillation import DistillationSums
+from recipes_lib.losses.distillation import DistillationSums, Objective
 from recipes_lib.losses.next_token import index_targets
-from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.adapters.lora import adapters_off
+from recipes_lib.models.heads.loss_head import add_loss_head, pick_predictors, score_beside_record, score_beside_teacher
+from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.planning.schedule import Schedule
-from recipes_lib.training.forgetting.base_divergence import BaseDivergence
-from recipes_lib.training.guards.replay_check import find_skips
 from recipes_lib.training.guards.start_checks import verify_initial_loss
+from recipes_lib.training.guards.step_guard import find_skips
 from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.layouts.fsdp import prepare_frozen
 from recipes_lib.training.monitoring.callbacks import WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, BatchLoss, RecipeTrainer
+from recipes_lib.training.trainers.trained_model import freeze
 
 POSITIONS: Final = "target_positions"
 """Batch key: indices of targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``, computed by the data loader."""
@@ -46,11 +51,9 @@ class NextTokenTrainer(RecipeTrainer):
         # The collator adds target positions: ``nonzero`` on the device would synchronise.
         kwargs["data_collator"] = functools.partial(_collate, kwargs["data_collator"])
         super().__init__(**kwargs)
-        self.add_loss_head()
-
-    def add_loss_head(self) -> None:
-        """Attach the loss head, which computes the loss without materialising the logits."""
-        add_loss_head(self.model)
+        # It computes the loss without materialising the logits. In a pipeline, the last ``Chunk`` has it already.
+        if self.launch.part is None:
+            add_loss_head(self.model)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of target tokens; ``int64`` scalar."""
@@ -78,6 +81,71 @@ def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
 
 KL_TO_BASE: Final = "kl_to_base"
 """Metric of a logged step: KL divergence to the initial model in nats per target, not multiplied by ``kl_to_base``."""
+
+
+class BaseDivergence:
+    """Cross-entropy plus ``coefficient * KL(model || base)`` over the targets of a batch, in chunks of targets.
+
+    Computed as distillation with the base as teacher.
+
+    Source: ``tests/training/trainers/test_base_divergence.py``.
+    """
+
+    def __init__(self, coefficient: float, base: PreTrainedModel | None) -> None:
+        """Initialise the objective.
+
+        Args:
+            coefficient: Coefficient of the divergence, above 0.
+            base: Frozen start model with a loss head; ``None``: the trained model without its adapter.
+        """
+        self.model: nn.Module | None = base
+        # Distillation weights its two terms by alpha and 1 - alpha, so the sum is scaled by 1 + c:
+        # (1 + c) * (CE / (1 + c) + c / (1 + c) * KL) = CE + c * KL.
+        self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
+        self._scale = 1 + coefficient
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Shard the base like the trained model, with the same compute dtype."""
+        if self.model is not None:
+            self.model = prepare_frozen(accelerator, self.model)
+
+    def score(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor) -> BatchLoss:
+        """Return the sum over targets of cross-entropy and weighted divergence, in nats, by both models.
+
+        Args:
+            model: Trained model with a loss head, wrapped or not.
+            inputs: Keyword arguments of the model, such as ``input_ids``, ``int64 (B, T)``.
+            labels: Unshifted targets, ``int64 (B, T)``, negative where there is no target.
+            positions: Indices of the targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``.
+        """
+        if self.model is not None:
+            output = score_beside_teacher(model, self.model, inputs, labels, self._objective, positions)
+        else:
+            with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
+                # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks.
+                states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, positions)).result
+            # The output projection has no adapter, so it equals the base's.
+            output = score_beside_record(model, states, inputs, labels, self._objective, positions)
+        sums: DistillationSums = output.result
+        loss_sum, figures = sums.loss_sum * self._scale, {KL_TO_BASE: sums.divergence_sum}
+        return BatchLoss(loss_sum, sums.num_targets, sums.num_targets, sums.num_correct, output.aux_loss, figures)
+
+
+def load_base(config: RecipeConfig, attn_implementation: str) -> BaseDivergence | None:
+    """Load the base of a run; ``None`` if ``kl_to_base`` is 0.
+
+    Args:
+        config: Run configuration.
+        attn_implementation: Attention implementation of the trained model, since the base gets the same batches.
+
+    Raises:
+        ConfigError: The model cannot be loaded (``load_causal_lm``).
+    """
+    coefficient = config.forgetting.kl_to_base
+    if not coefficient:
+        return None
+    base = None if config.adapter.use_peft else freeze(load_causal_lm(config.model, attn_implementation))
+    return BaseDivergence(coefficient, base)
 
 
 class SFTTrainer(NextTokenTrainer):
@@ -110,11 +178,7 @@ class SFTTrainer(NextTokenTrainer):
         if self.base is None:
             return super().score_batch(model, inputs)
         labels, positions = inputs.pop("labels"), inputs.pop(POSITIONS)
-        outputs = self.base.score(model, inputs, labels, positions)
-        sums: DistillationSums = outputs.result
-        loss_sum, figures = self.base.weigh(sums), {KL_TO_BASE: sums.divergence_sum}
-        num_targets = sums.num_targets
-        return BatchLoss(loss_sum, num_targets, num_targets, sums.num_correct, outputs.aux_loss, figures)
+        return self.base.score(model, inputs, labels, positions)
 
 
 class SaveBeforeDecay(TrainerCallback):
@@ -143,13 +207,16 @@ class PretrainTrainer(NextTokenTrainer):
             **kwargs: As ``NextTokenTrainer``; ``train_dataset`` holds all rows of the run in training order.
         """
         self.schedule = schedule
-        self.optim = config.training.get("optim")
         self.is_from_scratch = config.model.model_config is not None
         self.decay_embeddings = config.pretraining.decay_embeddings
-        if self.optim == STOCHASTIC_ADAMW:
-            args = kwargs["args"]
+        args, optim = kwargs["args"], config.training.get("optim")
+        if optim == STOCHASTIC_ADAMW:
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
+        elif optim == "muon":
+            # What is no optimizer class, upstream calls without arguments, and the result with the model and these.
+            options = {"args": args, "decay_embeddings": self.decay_embeddings}
+            kwargs["optimizer_cls_and_kwargs"] = (lambda: build_muon, options)
         super().__init__(**kwargs)
         # DeepSpeed updates the weights before the monitor's callback runs, and under ZeRO-3 they are sharded.
         if not self.is_deepspeed_enabled:
@@ -178,14 +245,6 @@ class PretrainTrainer(NextTokenTrainer):
         # After a rollback, upstream builds the loader again, so this reads the current skips.
         rows.skips = find_skips(self.guard.rollbacks)
         return SequentialSampler(rows)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer of ``optim``: upstream's, or Muon."""
-        if self.optim != "muon":
-            return super().create_optimizer(model)
-        if self.optimizer is None:
-            self.optimizer = build_muon(model or self.model, self.args, decay_embeddings=self.decay_embeddings)
-        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Build the scheduler of ``schedule``, in place of upstream's ``lr_scheduler_type``."""

@@ -31,29 +31,17 @@ from recipes_lib.planning.schedule import StepPlan, compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
-from recipes_lib.training.guards.preemption import LastStep, build_preemption, stop_if_agreed
-from recipes_lib.training.guards.replay_check import find_skips
+from recipes_lib.training.guards.preemption import LastStep, build_preemption, record_evaluation, stop_if_agreed
 from recipes_lib.training.guards.start_checks import AdapterChecks, StartChecks
 from recipes_lib.training.guards.step_facts import ROW_IDS, StepInputs
-from recipes_lib.training.guards.step_guard import StepGuard
+from recipes_lib.training.guards.step_guard import StepGuard, find_skips
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, set_precision
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
-from recipes_lib.training.monitoring.callbacks import (
-    EVALUATION_KEY,
-    Observer,
-    TermMetrics,
-    name_metric,
-    tolerate_tracker_failures,
-)
+from recipes_lib.training.monitoring.callbacks import Observer, TermMetrics, name_metric, tolerate_tracker_failures
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.optim.compilation import (
-    CompilationCheck,
-    compile_layers,
-    match_kernels,
-    preserve_architecture,
-)
+from recipes_lib.training.optim.compilation import Compilation, match_kernels, preserve_architecture
 from recipes_lib.training.optim.optimizers import get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
@@ -212,8 +200,7 @@ class RecipeTrainer(CheckpointingTrainer):
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None:
-            num_layers = compile_layers(self.model, compilation)
-            self.add_callback(CompilationCheck(num_layers, self.observer.progress))
+            self.add_callback(Compilation(self.model, compilation, self.observer.progress))
         # Used by forward passes before training; DeepSpeed's engine, which upstream's train() builds, adds its own.
         remove_gather_hooks(self.model)
         watching = WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0)
@@ -482,8 +469,7 @@ class RecipeTrainer(CheckpointingTrainer):
             raise ConfigError(Problem("metric_for_best_model", found, remedy))
         self.is_evaluating, self.last_evaluated_step = False, self.state.global_step
         self._last_evaluation = (self.last_evaluated_step, metrics)
-        stored: Any = self.state.stateful_callbacks
-        stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}
+        record_evaluation(self.state, self.last_evaluated_step, is_owed=False)
         WATCHDOG.enter("the work after an evaluation")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

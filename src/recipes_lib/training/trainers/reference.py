@@ -19,18 +19,10 @@ from torch import Tensor, nn
 import recipes_lib.losses
 import recipes_lib.models
 from recipes_lib.data.pairs.preference_sets import PairData
-from recipes_lib.data.store import (
-    Rows,
-    choose_staging,
-    compute_key,
-    explain_disk_errors,
-    find_set,
-    hold_lock,
-    publish_set,
-)
+from recipes_lib.data.store import Rows, compute_key, explain_disk_errors, find_set, make_set
 from recipes_lib.models.inference import evaluating, find_device, preserve_random_states
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
-from recipes_lib.training.evaluation.held_out import count_rounds, share_rows
+from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import measure_answer_rounding
 
@@ -151,11 +143,9 @@ class ReferenceLogps:
         # Not eagerly, if layers are compiled: the policy, which must agree up to rounding, is compiled too.
         with preserve_random_states(), evaluating(model):
             for name, rows in self.rows.items():
-                num_rounds = count_rounds(len(rows), batch_size)
                 # Each pair is scored on one rank and 0 on the others: the sum over ranks is exact.
                 logps = np.zeros((len(rows), 2), np.float32)
-                shares = share_rows(len(rows), batch_size)
-                for numbers, is_counted in progress.track(shares, f"reference, {name}", num_rounds):
+                for numbers, is_counted in share_rows(len(rows), batch_size, progress, f"reference, {name}"):
                     scores = score([rows.rows[number] for number in numbers])
                     if is_counted:
                         logps[list(numbers)] = scores.T.float().cpu().numpy()
@@ -171,10 +161,13 @@ class ReferenceLogps:
             DataError: A file cannot be written, for example because the disk is full.
         """
         for root, name in self._places.items():
-            with hold_lock(root, name), explain_disk_errors(root):
-                stored = self._read_from(root, name)
-                if stored is None or (replaces and not self._equals(stored)):
-                    self._write_to(root, name)
+            stored = self._read_from(root, name)
+            if stored is not None and (self._equals(stored) or not replaces):
+                continue
+            with explain_disk_errors(root):
+                if (other := find_set(root, name)) is not None:  # With another key, or other log-probabilities.
+                    shutil.rmtree(other.path)
+            make_set(root, name, {}, self._write)
 
     def compare(self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype) -> tuple[float, bool]:
         """Compare a random sample of training pairs with newly computed log-probabilities; all ranks must call.
@@ -212,18 +205,13 @@ class ReferenceLogps:
     def _equals(self, logps: dict[str, _Logps]) -> bool:
         return all(np.array_equal(logps[name], rows.logps) for name, rows in self.rows.items())
 
-    def _write_to(self, root: Path, set_name: str) -> None:
-        """Write the log-probabilities under ``root``, in place of others with the same name."""
-        staging = choose_staging(root, set_name, is_kept=False)
-        try:
-            staging.mkdir()
+    def _write(self, folder: Path) -> dict[str, str]:
+        """Write the log-probabilities into a new folder, and return their key for its manifest."""
+        with explain_disk_errors(folder.parent):
+            folder.mkdir()
             for name, rows in self.rows.items():
-                np.save(staging / f"{name}.npy", rows.logps)
-            if (previous := find_set(root, set_name)) is not None:
-                shutil.rmtree(previous.path)
-            publish_set(staging, root, set_name, {"key": self._key})
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+                np.save(folder / f"{name}.npy", rows.logps)
+        return {"key": self._key}
 
 
 def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: bool = False, **facts: Any) -> str:
