@@ -35,7 +35,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
-from recipes_lib.proving.bench import RUNS, SHAPE, Bench, Event, Figures, WrongResultError, name_device
+from recipes_lib.proving.bench import RUNS, Bench, Event, Figures, WrongResultError, name_device
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.checkpoints.saver import HostCopy, iterate_tensors
 from recipes_lib.training.layouts.launch_environment import read_environment
@@ -319,16 +319,10 @@ def count_synchronisations(recipe: str, bench: Bench) -> Figures:
     return {"synchronisations_a_step": many}
 
 
-_SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_SHAPE_OF_8B: Final = dict(zip(_SIZES, (4096, 14_336, 32, 32, 128_256), strict=True)) | {"num_key_value_heads": 8}
-
-
 def measure_pretraining(shape: str, variant: str, bench: Bench) -> Figures:
     """Measure throughput, MFU and peak memory of pretraining by one of our variants or by transformers' trainer."""
-    sizes, num_rows, length = RUNS["shapes"][shape]
-    if bench.is_small:
-        sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
-    model = {"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True}
+    num_rows, length = (2, 32) if bench.is_small else RUNS["shapes"][shape]
+    model = {"model_type": "llama", **bench.choose_shape(shape), "tie_word_embeddings": True}
     run = f"throughput-{shape}-{variant}"
     if variant in RUNS["peers"]:
         peer = {"model": model, "compile": RUNS["peers"][variant]}
@@ -420,14 +414,13 @@ def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
         lines = [json.dumps({"messages": chat}) for chat in chats]
         replace_text(rows, "\n".join(lines) + "\n")
     if not model.is_dir():
-        shape = {**SHAPE, "vocab_size": 320} if bench.is_small else _SHAPE_OF_8B
         free = shutil.disk_usage(inputs).free
         if not bench.is_small and free < 20e9:
             raise WrongResultError(f"the weights take 16 GB, and {free / 1e9:.0f} GB of the disk are free")
         tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         with torch.device(bench.device):
-            config = LlamaConfig(**shape, **ids)
+            config = LlamaConfig(**bench.choose_shape("8B"), **ids)
             built: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
         # Atomic, because a run that is interrupted here resumes with what it finds.
         with atomic_folder(model) as folder:
@@ -455,9 +448,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
 
 def _build_124m(bench: Bench) -> Any:
     """Build a Llama in the shape of 124M with random weights, in bfloat16 on a GPU."""
-    sizes = (*SHAPE.values(), 320) if bench.is_small else RUNS["shapes"]["124M"][0]
-    shape: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
-    config = LlamaConfig(**shape)
+    config = LlamaConfig(**bench.choose_shape("124M"))
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(bench.device)  # type: ignore[no-untyped-call]
 
