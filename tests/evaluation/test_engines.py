@@ -288,7 +288,7 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
     """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
     files: list[Any] = []
-    asked, opened = CheckedModel._loglikelihood_tokens, engines._open
+    asked, opened = CheckedModel._loglikelihood_tokens, engines.SqliteDict
 
     def record_file(*args: Any, **keys: Any) -> Any:
         files.append(opened(*args, **keys))
@@ -319,7 +319,7 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
             patched.setattr(engines, "_CPU_BATCH", "auto")
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
-            patched.setattr(engines, "_open", record_file)
+            patched.setattr(engines, "SqliteDict", record_file)
             with pytest.raises(ConfigError, match="1 questions are divided among 2 processes"):
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):

@@ -465,7 +465,8 @@ class CachedModel(CachingLM):  # type: ignore[misc]
         if path in broken:
             # Kept, and read by the next launch too; the number of files makes the name unique.
             path.rename(f"{path}.{len(others)}")
-        self._own = _open(path)
+        # By default, each stored answer formats the stack of its caller, for a log line of an SQL error.
+        self._own = SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, outer_stack=False)
         self.dbdict = _Answers(self._own, earlier)
         model.set_cache_hook(CacheHook(self))
 
@@ -493,11 +494,6 @@ class CachedModel(CachingLM):  # type: ignore[misc]
                 _raise_endpoint_error(self._endpoint, error)
 
         return answer
-
-
-def _open(path: Path) -> Any:
-    # By default, each stored answer formats the stack of its caller, for a log line of an SQL error.
-    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, outer_stack=False)
 
 
 def _encode(answer: Any) -> str:
@@ -546,9 +542,8 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
         # Compare bytes first: few prompts come near the limit, and tokenizing all of them again would be slow.
-        if _count_bytes(prompt + rest) <= room or not prompt:
-            return False
-        return sum(map(len, model._encode_pair(prompt, rest))) > room
+        may_exceed = prompt and _count_bytes(prompt + rest) > room
+        return bool(may_exceed and sum(map(len, model._encode_pair(prompt, rest))) > room)
     available = int(model.max_length) - find_answer_length(model, rest)
     return _count_bytes(prompt) > available and len(model.tok_encode(prompt)) > available
 

@@ -30,13 +30,13 @@ from recipes_lib.evaluation.engines import CachedModel, build_engine, find_token
 from recipes_lib.evaluation.intervals import compute_interval
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import (
-    atomic_file,
     explain_write_errors,
     find_record,
     hash_file,
     read_lines,
     read_record,
     replace_record,
+    replace_text,
     try_lock,
     verify_fields,
 )
@@ -148,8 +148,7 @@ def _run_cached(
     }
     with explain_write_errors(config.folder, "free some space; the same command resumes"):
         _keep_earlier(config.folder, record)
-        with atomic_file(config.folder / SAMPLES) as partial:
-            partial.write_text("".join(f"{json.dumps(row, default=_simplify)}\n" for row in rows), encoding="utf-8")
+        replace_text(config.folder / SAMPLES, "".join(f"{json.dumps(row, default=_simplify)}\n" for row in rows))
         replace_record(config.folder / RECORD, record)
     # After the record is written, so that an evaluation killed before that repeats no request.
     for file in cache.glob(f"{key}-*"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +33,7 @@ MODEL_FILES: Final = (
 
 def list_model_files(folder: Path) -> list[str]:
     """Return the names of the model's files in a folder, without subfolders."""
-    top = [path.name for path in folder.iterdir() if path.is_file()]
-    return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
+    return sorted({path.name for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()})
 
 
 def find_sentencepiece(keys: Mapping[str, Any]) -> Path | None:
