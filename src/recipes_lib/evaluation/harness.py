@@ -130,7 +130,7 @@ def _run_cached(
     chosen = {key: getattr(config, key) for key in _SETTINGS}
     # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
     key = _hash([origin["model"], {**chosen, "limit": None}, origin["versions"]])
-    cached = CachedModel(model, cache / f"{key}-{model.rank}.sqlite", sorted(cache.glob(f"{key}-*")), config.base_url)
+    cached = CachedModel(model, cache / f"{key}-{model.rank}.jsonl", sorted(cache.glob(f"{key}-*")), config.base_url)
     results = run_tasks(cached, tasks, config)
     cached.close()
     if results is None:
