@@ -126,8 +126,6 @@ class OutOfMemoryError(RuntimeError):
         (OSError("1708 requested and 508 written"), "output: the disk is full: 1708 requested"),
         (sqlite3.OperationalError("database or disk is full"), "output: the disk is full: database"),
         (sqlite3.OperationalError("disk I/O error"), "output: its disk or network file system fails"),
-        (sqlite3.OperationalError("unable to open database file"), "output: a database of answers cannot be created"),
-        (sqlite3.OperationalError("attempt to write a readonly database"), "and mount options, and `ulimit -n`"),
         (OSError(errno.EFBIG, "File too large", "out/a.pt"), "out/a.pt: a file would exceed the size limit"),
         (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "ulimit -f"),
         (PermissionError(errno.EACCES, "Permission denied", "out/run.json"), "out/run.json: not permitted"),

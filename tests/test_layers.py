@@ -79,7 +79,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),
     **dict.fromkeys(("datatrove", "fasttext", "ftfy", "loguru", "trafilatura", "warcio"), ("corpus/",)),
-    **dict.fromkeys(("lm_eval", "sqlitedict"), ("evaluation/",)),
+    "lm_eval": ("evaluation/",),
 }
 """Third-party package -> path prefixes in the library that may import it."""
 

@@ -106,12 +106,6 @@ _PHRASES: Final[Mapping[str, tuple[str | None, str, str]]] = {
         "its disk or network file system fails",
         f"check the mount and the kernel's messages (`dmesg`), then {_RESUMES}",
     ),
-    # Of SQLite, which hides the reason: a full or read-only disk, missing permission, too many open files.
-    "unable to open database file|attempt to write a readonly database": (
-        None,
-        "a database of answers cannot be created or written",
-        f"check the disk (`df -h`, `df -i`), owner, mode and mount options, and `ulimit -n`, then {_RESUMES}",
-    ),
     "No locks available": (
         "file locks",
         "the file system of a cache or an output does not support them",

@@ -287,12 +287,7 @@ def test_missing_package_error_names_install_command(model, tasks, tmp_path, mon
 def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch) -> None:
     """Two interrupted ranks are resumed by one process, which repeats no answered request."""
     calls: list[int] = []
-    files: list[Any] = []
-    asked, opened = CheckedModel._loglikelihood_tokens, engines._open
-
-    def record_file(*args: Any, **keys: Any) -> Any:
-        files.append(opened(*args, **keys))
-        return files[-1]
+    asked = CheckedModel._loglikelihood_tokens
 
     def answer_then_interrupt(self: CheckedModel, requests: Any, **keys: Any) -> Any:
         calls.append(len(requests))
@@ -319,40 +314,37 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
             patched.setattr(engines, "_CPU_BATCH", "auto")
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
-            patched.setattr(engines, "_open", record_file)
             with pytest.raises(ConfigError, match="1 questions are divided among 2 processes"):
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
                 evaluate_model(config)
-        files[-1].close()  # Its writer thread would be joined at process exit.
-        files.clear()
     key = next((model / "eval" / ".requests").iterdir()).name.rpartition("-")[0]
-    (model / "eval" / ".requests" / f"{key}-2.sqlite").touch()  # A rank that was killed before its first answer.
+    (model / "eval" / ".requests" / f"{key}-2.jsonl").touch()  # A rank that was killed before its first answer.
     record = evaluate_model(config)
     assert record is not None
     assert record["tasks"]["local_choice"]["num_questions"] == 4
     assert calls == [8, 8]
 
 
-@pytest.mark.parametrize("first", [0, 8], ids=["header", "pages"])
-def test_damaged_file_of_answers_is_read_as_far_as_possible_and_replaced(first: int, tmp_path: Path) -> None:
-    """As after a power failure; a later page ended the thread that the evaluation waited for."""
-    file, page = tmp_path / "key-0.sqlite", 4096
+@pytest.mark.parametrize("num_kept", [0, 9])
+def test_answers_before_a_damage_and_after_it_are_read(num_kept: int, tmp_path: Path) -> None:
+    """As after a power failure, or a kill within a line."""
+    file = tmp_path / "key-0.jsonl"
     model = SimpleNamespace(barrier=lambda: None, set_cache_hook=lambda _: None)
     whole = CachedModel(model, file)
-    for number in range(400):
+    for number in range(40):
         whole.dbdict[str(number)] = "answer" * 10
     whole.close()
     content = file.read_bytes()
-    file.write_bytes(content[: first * page] + b"\xff" * (len(content) - first * page))
+    rest = len(content) * num_kept // 40
+    file.write_bytes(content[:rest] + b"\xff" * (len(content) - rest))
     cached = CachedModel(model, file, [file])
-    assert ("0" in cached.dbdict) == (first > 0)
-    assert "399" not in cached.dbdict
-    cached.dbdict["new"] = "answer"
+    assert len(cached.dbdict) == num_kept
+    cached.dbdict["new"] = [-1.5, True]
     cached.close()
-    again = CachedModel(model, tmp_path / "key-1.sqlite", sorted(tmp_path.glob("key-*")))
-    assert again.dbdict["new"] == "answer"
-    assert ("0" in again.dbdict) == (first > 0)
+    again = CachedModel(model, tmp_path / "key-1.jsonl", sorted(tmp_path.glob("key-*")))
+    assert again.dbdict["new"] == [-1.5, True]
+    assert len(again.dbdict) == num_kept + 1
     again.close()
 
 

@@ -31,7 +31,7 @@ from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import (
     build_quantization_config,
     check_quantization,
-    count_quantized_bytes,
+    count_stored_bytes,
     find_unquantized,
 )
 from recipes_lib.planning.compute import find_planned_model
@@ -227,11 +227,11 @@ def test_dora_and_rslora_are_identity_on_quantised_base(tiny_model_dir):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
+def test_count_stored_bytes_equals_loaded_model(tiny_model_dir, bits):
     config = BITS[bits]
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model_dir))
-    assert count_quantized_bytes(empty, QuantizationConfig()) is None
+    assert count_stored_bytes(empty, QuantizationConfig()) == empty.get_memory_footprint()
     held = []
     for module in load(tiny_model_dir, config).modules():
         held += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -240,7 +240,7 @@ def test_count_quantized_bytes_equals_loaded_model(tiny_model_dir, bits):
         if config.load_in_4bit and (state := getattr(getattr(module, "weight", None), "quant_state", None)):
             held += [state.absmax, *([state.state2.absmax] if state.nested else [])]
     real = sum(t.numel() * t.element_size() for t in {id(t): t for t in held if t is not None}.values())
-    assert count_quantized_bytes(empty, config) == pytest.approx(real, rel=5e-3)
+    assert count_stored_bytes(empty, config) == pytest.approx(real, rel=5e-3)
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8"])

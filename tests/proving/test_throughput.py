@@ -10,9 +10,9 @@ import pytest
 from tests.proving.benches import build_bench, write_losses
 from tests.rows import write_rows
 
-from recipes_lib.proving import throughput
+from recipes_lib.proving import checks
 from recipes_lib.proving.bench import RUNS, WrongResultError
-from recipes_lib.proving.throughput import measure_engine, measure_finetuning, measure_pretraining
+from recipes_lib.proving.checks import measure_engine, measure_finetuning, measure_pretraining
 
 SPEED = {"tokens_per_second": 3.0}
 
@@ -70,10 +70,10 @@ def test_interrupted_model_is_written_again(tmp_path: Path, monkeypatch: pytest.
 
     bench = build_bench(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(throughput.AutoModelForCausalLM, "from_config", lambda *_, **__: Interrupted())
+        patch.setattr(checks.AutoModelForCausalLM, "from_config", lambda *_, **__: Interrupted())
         with pytest.raises(KeyboardInterrupt):
-            throughput._write_large_inputs(bench, 64)
-    model, _ = throughput._write_large_inputs(bench, 64)
+            checks._write_large_inputs(bench, 64)
+    model, _ = checks._write_large_inputs(bench, 64)
     assert (model / "model.safetensors").exists()
 
 
@@ -90,7 +90,7 @@ def test_peer_sees_first_gpu_only(tmp_path, monkeypatch, visible, first) -> None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    throughput._measure_peer(build_bench(tmp_path, record), "run", "ours", 2, 8, {})
+    checks._measure_peer(build_bench(tmp_path, record), "run", "ours", 2, 8, {})
     assert seen == [first]
 
 

@@ -48,7 +48,6 @@ class LocalModel:
         policy: The model; ``None`` if the generator has its own copy of the weights.
         tokenizer: The model's tokenizer.
         sampling: Stop tokens, answer length and temperature.
-        batch_size: Number of prompts per call of the generator.
         seed: Seed that, together with the number of an answer, determines the random numbers of its tokens.
         positions: Context length in tokens, of prompt and answer together.
         identity: Name, dtype and hashes of the model, which ``describe`` includes.
@@ -58,7 +57,6 @@ class LocalModel:
     policy: Any
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
-    batch_size: int
     seed: int
     positions: float
     identity: dict[str, Any]
@@ -200,7 +198,7 @@ def load_local_model(
     if start is not None:
         positions = min(positions, MAX_ENGINE_LENGTH)
         generator = start(sampling, int(positions))
-    return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, positions, identity)
+    return LocalModel(generator, model, tokenizer, sampling, seed, positions, identity)
 
 
 def identify_weights(*places: ModelConfig) -> list[Any]:

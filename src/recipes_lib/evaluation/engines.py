@@ -8,14 +8,14 @@ import json
 import logging
 import math
 import re
-import sqlite3
 import sys
 import time
-from collections import ChainMap, Counter, deque
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
@@ -27,7 +27,6 @@ from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import has_bos_prefix, resolve_max_length
-from sqlitedict import SqliteDict
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -45,7 +44,7 @@ from recipes_lib.evaluation.endpoint import (
     read_key,
     read_wait,
 )
-from recipes_lib.files import read_record
+from recipes_lib.files import read_lines, read_record
 from recipes_lib.models.adapters.lora import load_adapter
 from recipes_lib.models.adapters.saved import ADAPTER_CONFIG, find_adapter
 from recipes_lib.models.inference import temporarily
@@ -423,16 +422,33 @@ def _build_logits_error() -> DataError:
     return DataError(Problem("model_name_or_path", "its logits are not finite", "no score would mean anything"))
 
 
-class _Answers(ChainMap[str, Any]):
-    """Answers of this process, then those of all processes of earlier launches; new ones are written to the first."""
+class _Answers(dict[str, Any]):
+    """Answers by the hash of a request: those of all processes of earlier launches, and new ones, which are saved."""
 
-    # `CachingLM` commits after each kind of request, a method of `SqliteDict` that `ChainMap` does not have.
+    def __init__(self, path: Path, others: Iterable[Path]) -> None:
+        super().__init__()
+        for row in chain.from_iterable(map(read_lines, others)):
+            self.update(row or {})  # A kill may have truncated a line.
+        # Line-buffered: a kill loses no answer.
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def __setitem__(self, key: str, answer: Any) -> None:
+        numbers = answer if isinstance(answer, tuple | list) else (answer,)
+        if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+            raise _build_logits_error()
+        super().__setitem__(key, answer)
+        # The first line feed ends a truncated line.
+        self._file.write(f"\n{json.dumps({key: answer})}\n")
+
     def commit(self) -> None:
-        self.maps[0].commit()  # type: ignore[attr-defined]
+        """Do nothing: ``CachingLM`` calls this method of a database."""
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class CachedModel(CachingLM):  # type: ignore[misc]
-    """lm-eval's ``CachingLM``, with answers stored as JSON instead of pickles, which execute code when read.
+    """lm-eval's ``CachingLM``, with answers stored as JSON Lines instead of pickles, which execute code when read.
 
     Answers that are not finite are refused, requests that leave no room for an answer are refused before they are
     sent, and any exception caused by the response of an endpoint becomes a ``ConfigError``.
@@ -448,30 +464,13 @@ class CachedModel(CachingLM):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.lm, self.cache_db, self._endpoint, self.has_failed = model, str(path), endpoint, False
-        earlier: dict[str, Any] = {}
-        broken: list[Path] = []
-        for other in others:
-            try:
-                # Not by ``SqliteDict``, which waits forever for its thread: that ends at a damaged page.
-                with closing(sqlite3.connect(other)) as file:
-                    rows = file.execute("SELECT key, value FROM unnamed")
-                    earlier.update((key, json.loads(value)) for key, value in rows)
-            except (sqlite3.Error, ValueError):  # Or a process was killed before its first answer: there is no table.
-                broken.append(other)
-        # All ranks must have read the old files before one writes to them.
-        model.barrier()
-        if path in broken:
-            # Kept, and read by the next launch too; the number of files makes the name unique.
-            path.rename(f"{path}.{len(others)}")
-        self._own = _open(path)
-        self.dbdict = _Answers(self._own, earlier)
+        self.dbdict = _Answers(path, others)
         model.set_cache_hook(CacheHook(self))
 
     def close(self) -> None:
         """Close the file, and wait for all ranks, so that the first one may delete the files."""
-        self._own.close()
+        self.dbdict.close()
         self.lm.barrier()
 
     def __getattr__(self, name: str) -> Any:
@@ -493,18 +492,6 @@ class CachedModel(CachingLM):  # type: ignore[misc]
                 _raise_endpoint_error(self._endpoint, error)
 
         return answer
-
-
-def _open(path: Path) -> Any:
-    # By default, each stored answer formats the stack of its caller, for a log line of an SQL error.
-    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, outer_stack=False)
-
-
-def _encode(answer: Any) -> str:
-    numbers = answer if isinstance(answer, tuple | list) else (answer,)
-    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-        raise _build_logits_error()
-    return json.dumps(answer)
 
 
 def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
@@ -546,9 +533,8 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
         # Compare bytes first: few prompts come near the limit, and tokenizing all of them again would be slow.
-        if _count_bytes(prompt + rest) <= room or not prompt:
-            return False
-        return sum(map(len, model._encode_pair(prompt, rest))) > room
+        may_exceed = prompt and _count_bytes(prompt + rest) > room
+        return bool(may_exceed and sum(map(len, model._encode_pair(prompt, rest))) > room)
     available = int(model.max_length) - find_answer_length(model, rest)
     return _count_bytes(prompt) > available and len(model.tok_encode(prompt)) > available
 

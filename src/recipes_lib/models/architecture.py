@@ -113,8 +113,7 @@ def build_model_config(
         model_config: PreTrainedConfig = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         raise ConfigError(Problem("model_config", read_last_line(error), f"see {config_class.__name__}")) from error
-    beyond = describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config())
-    if beyond:
+    if beyond := describe_ids_beyond(count_ids(tokenizer), model_config.get_text_config()):
         raise ConfigError(Problem("model_config", beyond, "delete the ids: those of the tokenizer are taken"))
     verify_settings("model_config", model_config)
     _verify_rope({key: given[key] for key in sorted(_MOVED & given.keys())}, model_config)

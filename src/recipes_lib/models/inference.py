@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -251,11 +251,9 @@ def save_random_states() -> Callable[[], None]:
 @contextmanager
 def preserve_random_states() -> Iterator[None]:
     """Restore afterwards the random states of Python, numpy, torch and every CUDA device."""
-    restore = save_random_states()
-    try:
+    with ExitStack() as stack:
+        stack.callback(save_random_states())
         yield
-    finally:
-        restore()
 
 
 @contextmanager

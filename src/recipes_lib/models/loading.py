@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -208,7 +208,6 @@ def load_causal_lm(
         ConfigError: The model cannot be loaded, its weights are not safetensors, or a weight is missing, unexpected or
             of another shape than in the architecture; or as ``verify_causal``.
     """
-    verify_causal("model_name_or_path", load_model_config(config)[0])
     options: dict[str, Any] = {} if distribution is None else {"distributed_config": distribution}
     model, _ = load_pretrained(model_class, config, attn_implementation, quantization, **options)
     return model
@@ -249,9 +248,6 @@ def load_pretrained(
     config: ModelConfig,
     attn_implementation: str,
     quantization: BitsAndBytesConfig | None = None,
-    *,
-    may_lack: Collection[str] = (),
-    may_hold: Collection[str] = (),
     **options: Any,
 ) -> tuple[PreTrainedModel, set[str]]:
     """Load a model for any task as ``load_causal_lm``; also return the names of weights missing in its checkpoint.
@@ -263,15 +259,16 @@ def load_pretrained(
         config: Name, revision and dtype of the model.
         attn_implementation: Attention kernel from ``choose_attention``.
         quantization: As for ``load_causal_lm``.
-        may_lack: Names of weights that may be missing in the checkpoint; transformers initialises them.
-        may_hold: Names of weights that the architecture does not have and that are ignored.
-        **options: Further arguments of ``from_pretrained``.
+        **options: ``may_lack``: names of weights that may be missing in the checkpoint; transformers initialises them.
+            ``may_hold``: names of weights that the architecture does not have and that are ignored. Others are further
+            arguments of ``from_pretrained``.
 
     Raises:
         ConfigError: As ``load_causal_lm``.
     """
     name = str(config.model_name_or_path)
     model_config, _ = load_model_config(config)
+    verify_causal("model_name_or_path", model_config)
     if quantization and (faults := [*check_quantization(name, model_config, quantization)]):
         raise ConfigError(*faults)
     if quantization and PartialState().device.type == "cpu":
@@ -279,7 +276,7 @@ def load_pretrained(
         options["device_map"] = {"": "cpu"}
     quantization_config = quantization or build_dequantization(model_config)
     options |= {"attn_implementation": attn_implementation, "quantization_config": quantization_config}
-    model, missing = read_checkpoint(auto_class, config, may_lack, may_hold, options)
+    model, missing = read_checkpoint(auto_class, config, **options)
     cautions = find_dropped_modules(model, model_config), quantization and find_unquantized(model)
     for caution in filter(None, cautions):
         logger.warning("%s: %s", name, caution)
@@ -302,9 +299,11 @@ def load_pretrained(
 def read_checkpoint(
     auto_class: Any,
     config: ModelConfig,
-    may_lack: Collection[str],
-    may_hold: Collection[str],
-    options: Mapping[str, Any],
+    /,  # Of ``from_pretrained``, `config` is an option.
+    *,
+    may_lack: Collection[str] = (),
+    may_hold: Collection[str] = (),
+    **options: Any,
 ) -> tuple[Any, set[str]]:
     """Return a model with the tensors of its checkpoint, and the names of missing ones; as ``load_pretrained``."""
     verify_remote_code(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +33,7 @@ MODEL_FILES: Final = (
 
 def list_model_files(folder: Path) -> list[str]:
     """Return the names of the model's files in a folder, without subfolders."""
-    top = [path.name for path in folder.iterdir() if path.is_file()]
-    return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
+    return sorted({path.name for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()})
 
 
 def find_sentencepiece(keys: Mapping[str, Any]) -> Path | None:
@@ -89,17 +87,15 @@ def find_damage(folder: Path) -> str | None:
         return str(error)
     for name in sorted(names):
         try:
+            with (folder / name).open("rb") as file:
+                # A clone without Git LFS has small text files in place of the weights.
+                if file.read(len(_LFS)) == _LFS:
+                    return f"{name} is a Git LFS pointer: run git lfs pull"
             if not _read_shapes(folder / name):
                 return f"{name} holds no tensor"
         except FileNotFoundError:
             return f"{name} is missing"
-        except SafetensorError as error:
-            # A clone without Git LFS has small text files in place of the weights.
-            with (folder / name).open("rb") as file:
-                is_pointer = file.read(len(_LFS)) == _LFS
-            reason = "is a Git LFS pointer: run git lfs pull" if is_pointer else f"cannot be opened again: {error}"
-            return f"{name} {reason}"
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return f"{name} cannot be opened again: {error}"
     return None
 
@@ -111,7 +107,6 @@ def read_header_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _read_shapes(file: Path) -> dict[str, list[int]]:
-    file.open("rb").close()  # safetensors reports any file that it cannot open as missing.
     # framework="numpy" does not import torch.
     with safe_open(file, framework="numpy") as tensors:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 (no mapping)

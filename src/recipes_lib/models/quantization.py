@@ -112,8 +112,8 @@ def list_quantized(model: Any) -> list[nn.Linear]:
     return [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
 
 
-def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
-    """Return the bytes of a model after quantisation of its linear layers; ``None`` without quantisation.
+def count_stored_bytes(model: Any, config: QuantizationConfig) -> int:
+    """Return the bytes of a model's parameters and buffers, after quantisation of its linear layers if there is any.
 
     4-bit weights have a scale per block of 64 values, in ``float32``, or with nested quantisation in one byte plus one
     ``float32`` per 256 scales; 8-bit weights have a ``float32`` scale per row.
@@ -124,13 +124,11 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
 
     Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
     """
-    if not config.is_quantized:
-        return None
-    layers = list_quantized(model)
+    layers = list_quantized(model) if config.is_quantized else []
     quantized = {id(layer.weight) for layer in layers}
     # By id, so that tied tensors count once.
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    rest: int = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key not in quantized)
+    rest: int = sum(tensor.nbytes for key, tensor in tensors.items() if key not in quantized)
     if config.load_in_8bit:
         return rest + sum(layer.weight.numel() + 4 * layer.out_features for layer in layers)
     return rest + sum(round(layer.weight.numel() * (0.5 + count_scale_bytes(config))) for layer in layers)

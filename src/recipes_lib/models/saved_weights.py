@@ -122,7 +122,7 @@ def verify_checkpoint(
     folder = Path(str(config.model_name_or_path))
     shapes = read_header_shapes(folder)
     if not shapes and any(folder.glob("pytorch_model*.bin")):
-        read_checkpoint(auto_class, config, may_lack, may_hold, {})  # Raises without opening them.
+        read_checkpoint(auto_class, config)  # Raises without opening them.
     model_config = load_model_config(config)[0] if shapes else None
     if model_config is None or any(hasattr(model_config, name) for name in ("quantization_config", "auto_map")):
         return
@@ -132,4 +132,4 @@ def verify_checkpoint(
     # Not by the files themselves, which torch would map into memory: too much for a laptop. Auto classes need them.
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     source = {"pretrained_model_name_or_path": None, "config": model.config, "state_dict": tensors}
-    read_checkpoint(type(model), config, may_lack, may_hold, {**source, "device_map": "meta"})
+    read_checkpoint(type(model), config, may_lack=may_lack, may_hold=may_hold, **source, device_map="meta")

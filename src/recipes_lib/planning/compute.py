@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.config.table import read_lists
@@ -45,7 +46,7 @@ class TokenFlops:
         return self.body * num_tokens + self.head * num_targets
 
 
-def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, is_frozen: bool = False) -> TokenFlops:
+def compute_flops_per_token(config: PreTrainedConfig, sequence_length: int, *, is_frozen: bool = False) -> TokenFlops:
     """Return the FLOPs per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
 
     ``weights`` counts every matrix that multiplies a token, of routed experts only the selected ones. It is read from
@@ -97,7 +98,7 @@ class Step:
         return self.num_rows * self.length
 
 
-def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_processes: int) -> Step:
+def count_step(config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int) -> Step:
     """Count the FLOPs of an optimizer step of any recipe but reinforcement learning.
 
     Args:
@@ -162,15 +163,26 @@ def find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
-def build_on_meta(config: PretrainedConfig) -> Any:
+def build_on_meta(
+    config: PreTrainedConfig, dtype: str = "auto", kernel: str = "eager", auto_class: Any = AutoModelForCausalLM
+) -> Any:
     """Build a model on the meta device, with the parameters frozen that loading freezes.
+
+    Args:
+        config: Configuration of the model, which stays unchanged.
+        dtype: As for ``find_dtype``.
+        kernel: Attention kernel.
+        auto_class: Auto class of transformers; for another than that of causal models, the head has one output.
 
     Raises:
         ConfigError: No causal language model can be built from this configuration.
     """
-    remedy = "name a causal language model, and check the sizes against each other"
+    settings = copy.deepcopy(config)
+    if auto_class is not AutoModelForCausalLM:
+        settings.num_labels = 1
+    remedy = "choose another architecture, or check the sizes against each other"
     with torch.device("meta"), explaining_model(config, "cannot be built", remedy):
-        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model: Any = auto_class.from_config(settings, dtype=find_dtype(config, dtype), attn_implementation=kernel)
         freeze_outside_text(model)
     return model
 
@@ -274,7 +286,7 @@ class ModelSize:
     active: int
 
 
-def compute_model_size(config: PretrainedConfig) -> ModelSize:
+def compute_model_size(config: PreTrainedConfig) -> ModelSize:
     """Count the parameters of the model that training would build from ``config``, without downloads.
 
     Raises:

@@ -70,6 +70,8 @@ class Device:
 
 
 _DEVICES: Final = read_lists(Path(__file__).with_name("devices.yaml"))
+_UNITS: Final = {"flops": 1e12, "memory": 1e9, "bandwidth": 1e9, "link": 1e9}
+"""Units of the columns of the table; the others are attributes of ``Device`` as they are."""
 
 _SMALLER: Final = re.compile(r"laptop|mobile|max-q|\b\dg\.\d+gb\b", re.IGNORECASE)
 """Signs of the GPU of a laptop or of a MIG instance, which is smaller than the board of its name."""
@@ -91,22 +93,13 @@ def find_device(name: str) -> Device | None:
         # Spaces and `RTX` are optional, so that RTX4090 and 4090 match.
         pattern = row.get("pattern", known).replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
         if re.search(rf"\b{pattern}\b", text, re.IGNORECASE):
-            memory = row["memory"]
+            found = {column: row[column] for column in row.keys() - {"pattern", "source"}}
             # A100-80 has no GB. In the name of a GH200, the number may be the memory of its CPU.
             if (size := memory_gb or re.search(r"[-: ](\d{2,3})$", text)) and not known.startswith("GH200"):
-                memory = float(size[1])
-            return Device(
-                name,
-                flops=row["flops"] * 1e12,
-                memory=memory * 1e9,
-                bandwidth=row["bandwidth"] * 1e9,
-                link=row["link"] * 1e9,
-                num_links=row.get("mesh", 1),
-                num_bridged=row.get("bridge", math.inf),
-                watts=row.get("watts"),
-                has_bf16=row.get("bf16", True),
-                assumed=row.get("assumed", "") if name.upper() == known else "",
-            )
+                found["memory"] = float(size[1])
+            if name.upper() != known:
+                found.pop("assumed", None)
+            return Device(name, **found | {column: found[column] * unit for column, unit in _UNITS.items()})
     # Not of a machine such as a2-ultragpu-8g.
     return Device(name, 0, float(memory_gb[1]) * 1e9) if memory_gb and memory_gb[0].upper().endswith("B") else None
 

@@ -6,7 +6,6 @@ training; activations are counted in a forward pass on fake tensors.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -33,11 +32,11 @@ from recipes_lib.models.attention.kernels import find_refusals
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
-from recipes_lib.models.quantization import count_quantized_bytes, count_scale_bytes, list_quantized
-from recipes_lib.models.structure import find_softcap, freeze_outside_text, reads_mask
+from recipes_lib.models.quantization import count_scale_bytes, count_stored_bytes, list_quantized
+from recipes_lib.models.structure import find_softcap, reads_mask
 from recipes_lib.planning import activations, compute, memory_plan
 from recipes_lib.planning.activations import Activations, Checkpointing, read_checkpointing
-from recipes_lib.planning.compute import find_dtype, has_half_products
+from recipes_lib.planning.compute import build_on_meta, find_dtype, has_half_products
 from recipes_lib.planning.devices import Kind
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan, shorten
@@ -232,8 +231,9 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     """Build the models of a recipe with upstream's trainer: one trained model and frozen ones."""
     is_reward = config.recipe == "reward"
     kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
-    model, teacher = _build(kind, model_config, config.model.dtype), None
-    base, frozen = Held(_count_stored(config, model)), {"vision and audio": Held(_count_outside_text(model))}
+    model, teacher = build_on_meta(model_config, config.model.dtype, auto_class=kind), None
+    base = Held(count_stored_bytes(model, config.quantization))
+    frozen = {"vision and audio": Held(_count_outside_text(model))}
     if config.adapter.use_peft:
         frozen = {"frozen base": base}
         model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
@@ -243,8 +243,8 @@ def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         frozen["reference"] = base
     if compute.has_live_teacher(config):
         named = choose_teacher(config)
-        teacher = _build(AutoModelForCausalLM, compute.find_shape(named), named.dtype)
-        frozen["teacher"] = Held(_count_stored(config, teacher))
+        teacher = build_on_meta(compute.find_shape(named), named.dtype)
+        frozen["teacher"] = Held(count_stored_bytes(teacher, config.quantization))
     keeps_master = layout.is_deepspeed and has_half_products(config)
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
     if config.forgetting.ewc_lambda:
@@ -341,7 +341,7 @@ def count_kept(
 
     def count_shortened(shortened: PreTrainedConfig, batch: Batch) -> Activations:
         with torch.device("meta"):
-            model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
+            model = build_on_meta(shortened, dtype, kernel)
             # Dequantised to 16 bits for each product, so that no copy is saved for the backward pass.
             for layer in list_quantized(model) if is_quantized else ():
                 layer.to(torch.bfloat16)
@@ -378,8 +378,7 @@ _LINEAR_FROM: Final = 2
 
 def _list_kinds(model_config: PreTrainedConfig) -> list[object]:
     """Return what distinguishes each layer: the names and shapes of its weights."""
-    with torch.device("meta"):
-        layers = activations.list_layers(_build(AutoModelForCausalLM, model_config, "auto").get_decoder())
+    layers = activations.list_layers(build_on_meta(model_config).get_decoder())
     if not layers:
         raise ValueError("it has no layers that support activation checkpointing")
     return [tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers]
@@ -469,8 +468,7 @@ def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
 
     def count() -> int:
         with explaining_model(model_config, "has a cache that cannot be counted", _MEASURE):
-            with torch.device("meta"):
-                model = _build(AutoModelForCausalLM, model_config, dtype)
+            model = build_on_meta(model_config, dtype)
             with activations.on_fakes(model, is_half=is_half):
                 if not model._is_stateful or length <= _PROBED[-1]:
                     return activations.count_cache(model, length)
@@ -484,8 +482,9 @@ def _count_row(config: RecipeConfig, model_config: PreTrainedConfig, layout: Lay
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
     """Build the models that ``load_actor_critic`` and ``load_rewards`` load; RLOO and GRPO have no critic."""
-    policy = _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    base, shares, is_ppo = _count_stored(config, policy), config.adapter.use_peft, config.recipe == "ppo"
+    policy = build_on_meta(model_config, config.model.dtype)
+    base = count_stored_bytes(policy, config.quantization)
+    shares, is_ppo = config.adapter.use_peft, config.recipe == "ppo"
     frozen = base if shares else _count_outside_text(policy)
     add_loss_head(policy)
     rewards, folder = config.rewards, None
@@ -532,12 +531,7 @@ def _build_scorer(name: str, revision: str | None, default: PreTrainedConfig, dt
     with suppress(ConfigError):
         named = ModelConfig(model_name_or_path=name, model_revision=revision)
         default = compute.find_shape(named if name in compute.SHIPPED_SHAPES else find_base(named)[0])
-    return _build(AutoModelForSequenceClassification, default, dtype)
-
-
-def _count_stored(config: RecipeConfig, model: Any) -> int:
-    quantized = count_quantized_bytes(model, config.quantization)
-    return activations.count_bytes(model) if quantized is None else quantized
+    return build_on_meta(default, dtype, auto_class=AutoModelForSequenceClassification)
 
 
 def _count_outside_text(model: nn.Module) -> int:
@@ -566,16 +560,6 @@ def _count_parts(
     whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in parts)
     # CTRL has no such layers: ``count_kept`` says so.
     return layers or [0], whole - sum(layers)
-
-
-def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: str = "eager") -> Any:
-    settings = copy.deepcopy(model_config)
-    if auto_class is AutoModelForSequenceClassification:
-        settings.num_labels = 1
-    with explaining_model(model_config, "cannot be built", "choose another architecture"):
-        model = auto_class.from_config(settings, dtype=find_dtype(model_config, dtype), attn_implementation=kernel)
-        freeze_outside_text(model)
-        return model
 
 
 def _count_width(config: RecipeConfig, model_config: PreTrainedConfig) -> int:

@@ -34,15 +34,9 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Runs Python with arguments, environment variables and a file for its output; returns the exit code."""
-SHAPE: Final[dict[str, Any]] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 RUNS: Final = read_lists(Path(__file__).with_name("runs.yaml"))
 """Keys of the runs of checks, by recipe and by kind."""
-_SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
+_SMALL_MODEL: Final = json.dumps({"model_type": "llama", **RUNS["models"]["small"]})
 _QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
 _WORDS: Final = ("river", "stone", "light", "paper", "window", "garden", "engine", "letter", "number")
 _TAIL: Final = 12
@@ -123,6 +117,10 @@ class Bench:
     def is_cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
+
+    def choose_shape(self, size: str) -> dict[str, Any]:
+        """Return the shape of a model by its size: that of the tiny one in small sizes."""
+        return dict(RUNS["models"]["small" if self.is_small else size])
 
     def describe(self) -> str:
         """Return the conditions of the results: device, sizes of the checks, versions of packages, and the commit."""
@@ -224,7 +222,7 @@ class Bench:
         for name, seed in (("model", 0), ("teacher", 1)):
             set_seed(seed)
             ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-            LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
+            LlamaForCausalLM(LlamaConfig(**RUNS["models"]["small"], **ids)).save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
         draw = random.Random(0)
 

@@ -34,7 +34,6 @@ from recipes_lib.models.adapters.saved import (
     changes_base_weights,
     check_base,
     check_saved,
-    read_commit,
 )
 from recipes_lib.models.heads.score_head import HEAD
 from recipes_lib.models.inference import (
@@ -115,7 +114,7 @@ def add_adapter(
     # Equal new weights on every process, without consuming the random state of the run.
     with preserve_random_states(), suppress_peft_warnings():
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, settings, revision=read_commit(model.config))
+        adapted = get_peft_model(model, settings, revision=getattr(model.config, "_commit_hash", None))
     # Named layers may have been converted to expert parameters by PEFT.
     verify_layers(adapted, "lora_target_modules")
     if tied:

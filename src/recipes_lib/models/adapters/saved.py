@@ -187,7 +187,7 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
         yield f"was trained on {wanted}, and the model is {given}", remedy
         return
     # Branches and tags may move, so only full commit hashes are compared.
-    commits = [saved.revision or "", read_commit(base) or ""]
+    commits = [saved.revision or "", getattr(base, "_commit_hash", None) or ""]
     if commits[0] != commits[1] and all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits):
         yield (
             f"was trained on commit {commits[0]} of {wanted}, and this is {commits[1]}",
@@ -204,11 +204,6 @@ def read_base_changing_init(folder: Path) -> str | None:
     """Return the initialisation of a saved adapter if it changed the base weights; otherwise ``None``."""
     settings = PeftConfig.from_pretrained(str(folder))
     return str(settings.init_lora_weights) if changes_base_weights(settings) else None
-
-
-def read_commit(config: PreTrainedConfig) -> str | None:
-    """Return the Hub commit of a model configuration; ``None`` for a folder."""
-    return getattr(config, "_commit_hash", None)
 
 
 @torch.no_grad()

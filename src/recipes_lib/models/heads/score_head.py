@@ -65,7 +65,6 @@ def load_reward_model(
     Source: Stiennon et al. 2020 (initialisation, as kept by Huang et al. 2024);
         ``tests/models/heads/test_score_head.py``.
     """
-    verify_causal("model_name_or_path", load_model_config(config)[0])
     options = _list_options(needs_head=seed is None)
     model, missing = load_pretrained(
         AutoModelForSequenceClassification, config, attn_implementation, quantization, **options

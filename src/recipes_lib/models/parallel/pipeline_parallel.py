@@ -25,10 +25,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
-_EMBEDDING: Final = "embed_tokens"
-_LAYERS: Final = "layers"
-_NORM: Final = "norm"
-_PLAN: Final = [_EMBEDDING, _LAYERS, _NORM]
+_PLAN: Final = ["embed_tokens", "layers", "norm"]
 """Keys of transformers' ``base_model_pp_plan`` in models that pipeline parallelism supports."""
 
 

@@ -125,7 +125,7 @@ class EvaluateTasks(TrainerCallback):
         ):
             tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
             engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
-            remembering = CachedModel(engine, Path(folder) / "answers.sqlite")
+            remembering = CachedModel(engine, Path(folder) / "answers.jsonl")
             results = run_tasks(remembering, self.tasks, self.settings, with_errors=False)
             remembering.close()
             groups = results.get("groups") or {}  # Those with a score of their own.
