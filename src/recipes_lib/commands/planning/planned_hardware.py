@@ -93,10 +93,8 @@ class Hardware:
         if self.device.watts:
             energy = total * self.device.watts / 1000 * self.pue
             text = f"at most {format_figure(energy)} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
-            yield (
-                "energy",
-                text + (f"; {format_figure(energy * self.grid / 1000)} kg of CO2" if self.grid is not None else ""),
-            )
+            carbon = "" if self.grid is None else f"; {format_figure(energy * self.grid / 1000)} kg of CO2"
+            yield "energy", text + carbon
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:
