@@ -20,11 +20,9 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
     EXIT_BUG,
-    EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
-    EXIT_STALLED,
     EXIT_USER,
     STATUSES,
     ConfigError,
@@ -50,7 +48,7 @@ PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
 _COUNTS: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES")
 """Variables of PyTorchJobs without torchrun's, mpirun and SkyPilot: how many of this command they have started."""
-_CAUSES: Final = (EXIT_USER, EXIT_DIVERGED, EXIT_STALLED)
+_CAUSES: Final = STATUSES.keys() - {EXIT_PREEMPTED}
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
 
@@ -89,13 +87,10 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
     if "SLURM_JOB_ID" in environment:
         return _read_slurm(environment)
     if (num_machines := _read_number(environment, "PET_NNODES", 1)) > 1:
-        return Machines(
-            num_machines,
-            _read_number(environment, "PET_NODE_RANK", 0),
-            environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR")),
-            _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT)),
-            "torchrun's variables (PET_...)",
-        )
+        rank = _read_number(environment, "PET_NODE_RANK", 0)
+        host = environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR"))
+        port = _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT))
+        return Machines(num_machines, rank, host, port, "torchrun's variables (PET_...)")
     return Machines()
 
 
@@ -143,14 +138,9 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
     port = 20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000
     if num_nodes == 1:
         return Machines(main_process_port=port, source="SLURM, one node")
-    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    return Machines(
-        num_nodes,
-        _read_number(environment, "SLURM_NODEID", 0),
-        find_first_host(nodes),
-        port,
-        f"SLURM, {num_nodes} nodes",
-    )
+    host = find_first_host(environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "")))
+    rank = _read_number(environment, "SLURM_NODEID", 0)
+    return Machines(num_nodes, rank, host, port, f"SLURM, {num_nodes} nodes")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -304,10 +294,8 @@ def run_processes(arguments: Sequence[str]) -> int:
                 name = signal.Signals(-failure.exitcode).name
                 sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
         # One that has lost another rank ends by ``EXIT_BUG``, possibly in the same moment as that rank.
-        code = min(
-            failed.failures.values(), key=lambda failure: (failure.exitcode not in _CAUSES, failure.timestamp)
-        ).exitcode
-        return translate_exit_code(code)
+        cause = min(failed.failures.values(), key=lambda one: (one.exitcode not in _CAUSES, one.timestamp))
+        return translate_exit_code(cause.exitcode)
     return EXIT_DONE
 
 
@@ -351,10 +339,6 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):
         found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
         raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
-    if machines.num_machines < 1:
-        raise ConfigError(Problem("--num_machines", f"is {machines.num_machines}", "write 1 or more"))
-    if not 0 <= machines.main_process_port < 1 << 16:
-        raise ConfigError(Problem("--main_process_port", f"is {machines.main_process_port}", "write 0 to 65535"))
     if not 0 <= machines.machine_rank < machines.num_machines:
         found = f"is {machines.machine_rank}, with {machines.num_machines} machines"
         raise ConfigError(Problem("--machine_rank", found, "write the rank of this machine, from 0"))
