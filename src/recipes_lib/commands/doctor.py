@@ -100,18 +100,14 @@ def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Findin
     try:
         return list(probe())
     except Exception as error:
-        if name in ("packages", "torch"):
-            return [_core_package(name, "broken", _first_line(error))]
-        return [Finding(name, "broken", _first_line(error))]
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        is_core = name in ("packages", "torch")
+        return [_core_package(name, "broken", detail) if is_core else Finding(name, "broken", detail)]
 
 
 def _judge(name: str, obstacle: str, works: str, remedy: str = "") -> Finding:
     """Return a finding: ``works`` without an obstacle."""
     return Finding(name, "missing", obstacle, remedy) if obstacle else Finding(name, "ok", works)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _extra(name: str) -> str:
