@@ -88,9 +88,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)  # Without the mode, which file systems such as FAT refuse.
         with suppress(DataError):  # Without a record of the run, or with a damaged one.
-            copy_sentencepiece(
-                read_record(checkpoint.resolve().parent / "run.json", {"config": dict})["config"], staging
-            )
+            record = read_record(checkpoint.resolve().parent / "run.json", {"config": dict})
+            copy_sentencepiece(record["config"], staging)
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 
