@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -36,8 +35,7 @@ _COLOURS: Final[Mapping[Verdict, str]] = {"ok": "green", "missing": "yellow", "b
 """Colours on a terminal, except where ``NO_COLOR`` is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One capability: verdict, details, and how to install it.
 
     Attributes:
