@@ -158,10 +158,8 @@ def run_demo(file: Path, output_dir: Path, num_jobs: int = 1) -> int:
     if code:
         return code
     announce("results on held-out modules")
-    show_answers(output_dir, console)
-    show_figures(output_dir, console)
-    show_students(output_dir, console)
-    show_verdict(output_dir, console)
+    for show in (show_answers, show_figures, show_students, show_verdict):
+        show(output_dir, console)
     show_places(output_dir, [stage.name for stage in pipeline.stages], console)
     return EXIT_DONE
 
