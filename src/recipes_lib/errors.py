@@ -207,7 +207,6 @@ class Problem:
         return f"{self.where}: {self.found}" + (f"\n    {self.remedy}" if self.remedy else "")
 
 
-@dataclass(frozen=True, slots=True)
 class MissingPath(Problem):
     """A path that does not exist, which an earlier stage of a pipeline may yet write."""
 
