@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
 from recipes_lib.files import atomic_folder, count_bytes, read_text
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.vocab_size < smallest:
         found = f"{options.vocab_size} is too small for {NUM_BYTES} bytes and {smallest - NUM_BYTES} special tokens"
         problems.append(Problem("--vocab_size", found, f"write {smallest} or more"))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems, "recipes tokenizer", ConfigError)
     return {"eos_token": eos_token, "special_tokens": special_tokens, "chat_template": template}
 
 

@@ -180,8 +180,7 @@ def load_method(config: SynthesisConfig) -> Method:
             remedy = f"name {shipped}, or a YAML file"
             raise ConfigError(Problem("method", f"there is no method {name[:120]!r}", remedy))
     fields = load_prompt_file(path, _FIELDS)
-    if problems := list(_find_faults(fields, str(path))):
-        raise ConfigError(*problems)
+    raise_problems(_find_faults(fields, str(path)), str(path), ConfigError)
     return Method(path, fields, config)
 
 
