@@ -10,9 +10,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command, split_recipe
@@ -52,8 +51,7 @@ _CAUSES: Final = STATUSES.keys() - {EXIT_PREEMPTED}
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
+class Machines(NamedTuple):
     """The machines of a run.
 
     Attributes:
@@ -162,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     file, document = _read_hardware(options, machines)
     port = options.main_process_port or document.get("main_process_port")
     if machines.main_process_port == PORT and isinstance(port, int):
-        machines = replace(machines, main_process_port=port)
+        machines = machines._replace(main_process_port=port)
     given = options.num_processes
     num_processes = _count_processes(file, document, machines, options.dry_run) if given is None else given
     if num_processes % machines.num_machines:
@@ -329,11 +327,11 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
-    fields = {name: given.get(name, getattr(detected, name)) for name in names}
-    source = f"{fields['num_machines']} machines (flags)" if "num_machines" in given else detected.source
-    machines = Machines(**fields, source=source)
-    if detected == Machines() and "num_machines" not in given:
+    if "num_machines" in given:
+        given["source"] = f"{given['num_machines']} machines (flags)"
+    elif detected == Machines():
         _verify_single_machine(read_environment())
+    machines = detected._replace(**given)
     # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
     lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
     if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):

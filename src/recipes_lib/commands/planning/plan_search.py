@@ -8,7 +8,6 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from operator import attrgetter
@@ -55,8 +54,7 @@ _MANY_PROMPTS: Final = 1_000_000_000
 """Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """A run to plan.
 
     Attributes:
@@ -205,7 +203,7 @@ def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
 def add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
     """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
     is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
-    return dataclasses.replace(hardware, num_gpus=2 * hardware.num_gpus) if is_server else hardware
+    return hardware._replace(num_gpus=2 * hardware.num_gpus) if is_server else hardware
 
 
 def plan_iteration(

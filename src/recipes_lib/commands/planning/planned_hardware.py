@@ -8,9 +8,8 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import yaml
 
@@ -36,8 +35,7 @@ Row = tuple[str, str]
 """A row: its name, empty if it continues the row above, and its text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """Hardware of a plan, and its costs.
 
     Attributes:
@@ -67,7 +65,7 @@ class Hardware:
     def adapt_to(self, config: RecipeConfig) -> Hardware:
         """Return the hardware with the MFU of another configuration, such as one with activation checkpointing."""
         mfu, source = find_efficiency(config, self.measured)
-        return dataclasses.replace(self, mfu=mfu, source=source)
+        return self._replace(mfu=mfu, source=source)
 
     def describe_rate(self) -> str:
         """Return the factors of the model FLOPs per second."""
