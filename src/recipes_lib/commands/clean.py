@@ -149,28 +149,21 @@ def main_classifier(argv: Sequence[str]) -> None:
     options = CommandParser("classifier").parse_args(argv)
     verify_extra("recipes classifier", "corpus", "datatrove", "sklearn")
     sources = _read_labels(options.texts)
-    from recipes_lib.corpus.text_classifier import (
-        evaluate_classifier,
-        load_classifier,
-        read_linear,
-        split_held_out,
-        train_classifier,
-        verify_classifier,
-    )
+    from recipes_lib.corpus import text_classifier
 
     texts = {label: _read_texts(label, names) for label, names in sources.items()}
     folder: Path = options.classifier
     if options.command == "eval":
         for label in texts:
-            verify_classifier(f"{label}=", str(folder), label)
-        evaluation = evaluate_classifier(load_classifier(str(folder)), texts)
+            text_classifier.verify_classifier(f"{label}=", str(folder), label)
+        evaluation = text_classifier.evaluate_classifier(text_classifier.load_classifier(str(folder)), texts)
     else:
-        train, held_out = split_held_out(texts, options.held_out)
-        classifier = train_classifier(train)
-        evaluation = evaluate_classifier(classifier.score, held_out)
+        train, held_out = text_classifier.split_held_out(texts, options.held_out)
+        classifier = text_classifier.train_classifier(train)
+        evaluation = text_classifier.evaluate_classifier(classifier.score, held_out)
         with explain_write_errors(folder, "name another folder"):
             classifier.save(folder, evaluation)
-        read_linear(folder)
+        text_classifier.read_linear(folder)
     sys.stdout.write("".join([f"{line}\n" for line in describe_classifier(evaluation)]))
     if options.command == "train":
         keys = f"classifier: apply, classifier_path: {folder}, classifier_label: {next(iter(texts))}"

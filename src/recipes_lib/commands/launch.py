@@ -13,21 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from recipes_lib import errors
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.errors import (
-    EXIT_BUG,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_USER,
-    STATUSES,
-    ConfigError,
-    Problem,
-    translate_exit_code,
-)
+from recipes_lib.errors import STATUSES, ConfigError, Problem
 from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.stopping import STOP_SIGNALS
@@ -47,7 +38,7 @@ PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
 _COUNTS: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES")
 """Variables of PyTorchJobs without torchrun's, mpirun and SkyPilot: how many of this command they have started."""
-_CAUSES: Final = STATUSES.keys() - {EXIT_PREEMPTED}
+_CAUSES: Final = STATUSES.keys() - {errors.EXIT_PREEMPTED}
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
 
@@ -188,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
             verify_fp8(launch.precision)
         expect_launch(launch)
         _execute(command, is_alone=document["distributed_type"] == "NO")
-    return EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Path, dict[str, Any]]:
@@ -275,16 +266,16 @@ def run_processes(arguments: Sequence[str]) -> int:
     except SignalException:  # The processes have received the signal too, and had time to save.
         for number in STOP_SIGNALS:  # A further Ctrl-C would replace the exit code of this process, which is ending.
             signal.signal(number, signal.SIG_IGN)
-        return EXIT_PREEMPTED
+        return errors.EXIT_PREEMPTED
     except ConnectionError:  # accelerate 1.15 has found the port of machine 0 in use.
         found, remedy = f"another process uses port {options.main_process_port}", "write another one, on every machine"
         sys.stderr.write(f"{Problem('--main_process_port', found, remedy)}\n")
-        return EXIT_USER
+        return errors.EXIT_USER
     except DistError as error:
         found = f"not all machines came to {options.main_process_ip}:{options.main_process_port}: {error}"
         remedy = "start the same command on each, with its own --machine_rank, and open this port of machine 0"
         sys.stderr.write(f"{Problem('recipes launch', found, remedy)}\n")
-        return EXIT_BUG
+        return errors.EXIT_BUG
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
             # The launcher ends the others by SIGTERM.
@@ -293,13 +284,13 @@ def run_processes(arguments: Sequence[str]) -> int:
                 sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
         # One that has lost another rank ends by ``EXIT_BUG``, possibly in the same moment as that rank.
         cause = min(failed.failures.values(), key=lambda one: (one.exitcode not in _CAUSES, one.timestamp))
-        return translate_exit_code(cause.exitcode)
-    return EXIT_DONE
+        return errors.translate_exit_code(cause.exitcode)
+    return errors.EXIT_DONE
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a record of torch's launcher says more than the error of a process or our line of its signal."""
-    known = (f"failed (exitcode: {code}" for code in ("-", *(f"{code})" for code in (EXIT_BUG, *STATUSES))))
+    known = (f"failed (exitcode: {code}" for code in ("-", *(f"{code})" for code in (errors.EXIT_BUG, *STATUSES))))
     return not record.getMessage().startswith(("Sending process ", *known))
 
 
@@ -382,4 +373,4 @@ if __name__ == "__main__":
     try:
         sys.exit(run_processes(sys.argv[1:]))
     except KeyboardInterrupt:  # While torch is imported; later, torch raises ``SignalException``.
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(errors.EXIT_INTERRUPTED)
