@@ -30,6 +30,9 @@ MAX_HELD_OUT_TEXTS = 200
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"})
 """Installed packages, and tests and applications, whose docstrings describe little of the library."""
 
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+"""Folder of the standard library."""
+
 _BODY_LINES = 6
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -83,11 +86,6 @@ class Split(NamedTuple, Generic[T]):
 
     train: list[T]
     held_out: list[T]
-
-
-def standard_library() -> Path:
-    """Return the folder of the standard library."""
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def load_modules(root: Path) -> list[Module]:

@@ -21,14 +21,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.config.table import read_lists
-from recipes_lib.demo.stdlib_texts import (
-    Chat,
-    QuestionTemplate,
-    build_chats,
-    load_modules,
-    split_texts,
-    standard_library,
-)
+from recipes_lib.demo.stdlib_texts import LIBRARY, Chat, QuestionTemplate, build_chats, load_modules, split_texts
 from recipes_lib.errors import EXIT_DONE
 from recipes_lib.files import explain_write_errors, read_lines, read_record
 from recipes_lib.models.loading import hide_progress_bars
@@ -178,7 +171,7 @@ def open_folder(output_dir: Path) -> None:
 
 def write_start(output_dir: Path) -> Iterator[str]:
     """Write data, tokenizer and the initial student; yield a line about each."""
-    modules = load_modules(standard_library())
+    modules = load_modules(LIBRARY)
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
     few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
     files: dict[str, list[Any]] = {
