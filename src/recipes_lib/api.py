@@ -8,7 +8,7 @@ import random
 import runpy
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -22,8 +22,6 @@ from recipes_lib.shipped import find_recipe
 from recipes_lib.stopping import STOP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from recipes_lib.config.schema import RecipeConfig
     from recipes_lib.report.run_files import RunFiles
 
@@ -113,9 +111,8 @@ def load_run(folder: str | Path) -> RunFiles:
 def _load(recipe: str, config: Config, overrides: Mapping[str, Any]) -> RecipeConfig:
     hide_expected_warnings()  # Before imports that warn.
     if recipe not in RECIPE_NAMES:
-        raise ConfigError(
-            Problem("recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(RECIPE_NAMES)}")
-        )
+        remedy = f"write one of {', '.join(RECIPE_NAMES)}"
+        raise ConfigError(Problem("recipe", f"there is no recipe {recipe!r}", remedy))
     argv, keys = [], dict(overrides)
     if isinstance(config, Mapping):
         keys = {**config, **overrides}

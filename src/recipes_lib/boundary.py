@@ -16,21 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib import processes
-from recipes_lib.errors import (
-    EXIT_BUG,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_USER,
-    ConfigError,
-    DivergedError,
-    LostPeerError,
-    PreemptedError,
-    Problem,
-    UserError,
-    explain_refusal,
-)
+from recipes_lib import errors, processes
+from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError, Problem, UserError
 from recipes_lib.stopping import STOP, raising_stop_signals
 
 if TYPE_CHECKING:
@@ -108,8 +95,8 @@ def ignore_closed_output() -> None:
             buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
             options = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
             # In the locales C and POSIX, which encode in ASCII, it is "surrogateescape", which fails for accents too.
-            errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
-            setattr(sys, name, io.TextIOWrapper(buffer, errors=errors, **options))
+            replacing = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
+            setattr(sys, name, io.TextIOWrapper(buffer, errors=replacing, **options))
 
 
 def find_output_failure() -> OSError | None:
@@ -142,7 +129,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     try:
         with raising_stop_signals():
             _verify_docstrings()
-            code = command() or EXIT_DONE
+            code = command() or errors.EXIT_DONE
     except BaseException as raised:
         STOP.close()
         error = _find_stop(raised)
@@ -150,9 +137,9 @@ def run_command(command: Callable[[], int | None]) -> int:
     # A rank that ends because of another one writes no reason: launcher and other ranks name the first cause only.
     if error is not None and not isinstance(error, LostPeerError):
         processes.record_failure(error, code)
-    if code in (EXIT_DONE, EXIT_PREEMPTED) or isinstance(error, LostPeerError):
+    if code in (errors.EXIT_DONE, errors.EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
-    if code != EXIT_DONE and processes.read_world_size() > 1:
+    if code != errors.EXIT_DONE and processes.read_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -197,24 +184,24 @@ def _report(error: BaseException) -> int:
         # Every rank has the same reason: print it once.
         if processes.read_rank() == 0:
             sys.stderr.write(f"{error}\n")
-        return EXIT_PREEMPTED
+        return errors.EXIT_PREEMPTED
     if isinstance(error, LostPeerError):
         sys.stderr.write(f"rank {processes.read_rank()} exits: {error}\n")
-        return EXIT_BUG
+        return errors.EXIT_BUG
     if isinstance(error, UserError | DivergedError):
         _print_once(error)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
-        return EXIT_INTERRUPTED
+        return errors.EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         raise error
-    if refusal := explain_refusal(error):
+    if refusal := errors.explain_refusal(error):
         _print_once(refusal)
-        return EXIT_USER
+        return errors.EXIT_USER
     traceback.print_exception(error)
     sys.stderr.write("This is a bug in recipes-lib, not your mistake: please report it with the lines above.\n")
-    return EXIT_BUG
+    return errors.EXIT_BUG
 
 
 def _print_once(problem: object) -> None:

@@ -22,54 +22,48 @@ EXIT_PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
-    """A subcommand: its function as ``.module:function``, which takes the remaining arguments, and its help text."""
+    """A subcommand: its function as ``.module:function``, relative to ``commands``, and its help text.
+
+    The function takes the remaining arguments.
+    """
 
     target: str
     summary: str
 
 
 COMMANDS = {
-    "check": Command(".commands.check:main", "find every problem of a run on a CPU, before it starts"),
-    "clean": Command(".commands.clean:main", "make a clean corpus from raw text, like recipes/corpus.py"),
-    "classifier": Command(".commands.clean:main_classifier", "train or evaluate a text classifier, for recipes clean"),
-    "eval": Command(
-        ".commands.evaluate:main", "benchmark a model; `eval compare` models, `eval watch` a run's checkpoints"
-    ),
-    "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
-    "demo": Command(
-        ".commands.run_pipeline:demo", "train a small assistant on Python docstrings, on a CPU, in minutes"
-    ),
-    "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
-    "job": Command(".commands.job:main", "write the job file of a run for a cluster or a cloud"),
-    "preview": Command(".commands.prepare:preview", "show what the model will be trained on, token by token"),
-    "prepare": Command(".commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
-    "distill-store": Command(
-        ".commands.generated.distill_store:main", "store a teacher's top-k log-probabilities for all rows"
-    ),
-    "student": Command(".commands.weights:main_student", "initialise a student from layers of its teacher"),
-    "synthesize": Command(
-        ".commands.generated.synthesize:main",
-        "generate training rows with a model, filter and grade them",
-    ),
-    "tokenizer": Command(".commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"),
-    "plan": Command(".commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
-    "scale": Command(".commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"),
+    "check": Command(".check:main", "find every problem of a run on a CPU, before it starts"),
+    "clean": Command(".clean:main", "make a clean corpus from raw text, like recipes/corpus.py"),
+    "classifier": Command(".clean:main_classifier", "train or evaluate a text classifier, for recipes clean"),
+    "eval": Command(".evaluate:main", "benchmark a model; `eval compare` models, `eval watch` a run's checkpoints"),
+    "score": Command(".score:main", "loss and bits per byte of every row of a dataset under a model"),
+    "demo": Command(".run_pipeline:demo", "train a small assistant on Python docstrings, on a CPU, in minutes"),
+    "launch": Command(".launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
+    "run": Command(".run_pipeline:main", "run a pipeline of stages from one YAML file"),
+    "job": Command(".job:main", "write the job file of a run for a cluster or a cloud"),
+    "preview": Command(".prepare:preview", "show what the model will be trained on, token by token"),
+    "prepare": Command(".prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
+    "distill-store": Command(".generated.distill_store:main", "store a teacher's top-k log-probabilities for all rows"),
+    "student": Command(".weights:main_student", "initialise a student from layers of its teacher"),
+    "synthesize": Command(".generated.synthesize:main", "generate training rows with a model, filter and grade them"),
+    "tokenizer": Command(".tokenizer:main", "train a tokenizer on any data, and measure its compression"),
+    "plan": Command(".planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
+    "scale": Command(".planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"),
     "sample-pairs": Command(
-        ".commands.sampling:main_pairs", "make preference pairs from a policy's own answers, ranked by rewards"
+        ".sampling:main_pairs", "make preference pairs from a policy's own answers, ranked by rewards"
     ),
     "fisher": Command(
-        ".training.forgetting.fisher_command:main", "diagonal Fisher information of a run's model on its data"
+        "..training.forgetting.fisher_command:main", "diagonal Fisher information of a run's model on its data"
     ),
-    "merge": Command(".commands.weights:main_merge", "merge an adapter into its base model"),
-    "export": Command(".commands.weights:main_export", "convert a checkpoint to a model folder that any tool loads"),
-    "publish": Command(".publish.publishing:main", "push a model or checkpoints to the Hub; skips what is there"),
-    "reproduce": Command(".commands.reproduce:main", "restore a published run, and report the differences"),
-    "report": Command(".commands.prepare:report", "write report.html of a run, or compare several"),
-    "runs": Command(".report.overview:main", "list the runs below a folder: status, step, loss, age"),
-    "prove": Command(".commands.prove:main", "compare results, speed and memory of this machine with reference values"),
-    "doctor": Command(".commands.doctor:main", "show what this machine supports, and how to install the rest"),
-    "completion": Command(".commands.completion:main", "print the completion script of a shell"),
+    "merge": Command(".weights:main_merge", "merge an adapter into its base model"),
+    "export": Command(".weights:main_export", "convert a checkpoint to a model folder that any tool loads"),
+    "publish": Command("..publish.publishing:main", "push a model or checkpoints to the Hub; skips what is there"),
+    "reproduce": Command(".reproduce:main", "restore a published run, and report the differences"),
+    "report": Command(".prepare:report", "write report.html of a run, or compare several"),
+    "runs": Command("..report.overview:main", "list the runs below a folder: status, step, loss, age"),
+    "prove": Command(".prove:main", "compare results, speed and memory of this machine with reference values"),
+    "doctor": Command(".doctor:main", "show what this machine supports, and how to install the rest"),
+    "completion": Command(".completion:main", "print the completion script of a shell"),
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
@@ -164,7 +158,7 @@ def _run(command: Command, arguments: list[str]) -> int | None:
     except FileNotFoundError as error:  # Relative paths, and libraries such as MKL, need it.
         raise ConfigError(Problem("working directory", "was deleted", "change to another one")) from error
     module, _, function = command.target.partition(":")
-    return _verify_output(getattr(importlib.import_module(module, __package__), function)(arguments))
+    return _verify_output(getattr(importlib.import_module(module, f"{__package__}.commands"), function)(arguments))
 
 
 def _verify_output(code: int | None) -> int | None:

@@ -201,7 +201,6 @@ class Problem:
         return f"{self.where}: {self.found}" + (f"\n    {self.remedy}" if self.remedy else "")
 
 
-@dataclass(frozen=True, slots=True)
 class MissingPath(Problem):
     """A path that does not exist, which an earlier stage of a pipeline may yet write."""
 
@@ -238,7 +237,7 @@ def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{
     return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
 
 
-def merge_alike(problems: Sequence[Problem], num_rows: int | None = None) -> list[Problem]:
+def merge_alike(problems: Iterable[Problem], num_rows: int | None = None) -> list[Problem]:
     """Merge similar problems of many rows or lines into one: the first, with count, share, and the worst.
 
     Two problems are similar if they differ only in numbers, and their locations only in the last number.
@@ -297,16 +296,16 @@ MAX_PROBLEMS: Final = 20
 """Maximum number of problems listed; the others are counted."""
 
 
-def raise_problems(problems: Sequence[Problem], name: str, kind: type[DataError] = DataError) -> None:
+def raise_problems(problems: Iterable[Problem], name: str, kind: type[UserError] = DataError) -> None:
     """Raise one error for all problems; do nothing if there are none.
 
     Args:
-        problems: Problems of the data; similar ones are merged, the first ``MAX_PROBLEMS`` listed, the others counted.
+        problems: Problems; similar ones are merged, the first ``MAX_PROBLEMS`` listed, the others counted.
         name: Location of the remark that counts the others, such as the dataset.
         kind: Class of the error.
 
     Raises:
-        DataError: ``problems`` is not empty.
+        UserError: ``problems`` is not empty; of the class ``kind``.
     """
     listed = merge_alike(problems)
     if num_more := len(listed[MAX_PROBLEMS:]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sysconfig
-import time
+import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -104,14 +104,10 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5)
         size: Number of rows and columns.
         repeats: Number of timed products, after one for warm-up.
     """
-    # The first product is not timed: it starts the threads and allocates memory.
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    for repeat in range(repeats + 1):
-        start = time.perf_counter()
-        left @ right
-        best = min(best, time.perf_counter() - start) if repeat else best
-    return 2.0 * size * size * size / best
+    # The first product does not count: it starts the threads and allocates memory.
+    _, *seconds = timeit.repeat(lambda: left @ right, number=1, repeat=repeats + 1)
+    return 2.0 * size**3 / min(seconds)
 
 
 def read_device_memory() -> int | None:

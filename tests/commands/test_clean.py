@@ -68,7 +68,7 @@ def test_source_repeated_too_often_is_a_warning():
         "documents": 1,
         "bytes": 10,
     }
-    lines = describe(manifest, "out")
+    lines = [*describe(manifest, "out")]
     assert lines[0] == "warning: 5.5 epochs of a; above 4, repeated tokens help little"
     assert "7 tokens" in lines[-1]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.demo import stdlib_texts
-from recipes_lib.demo.stdlib_texts import Chat, Split, build_chats, load_modules, standard_library
+from recipes_lib.demo.stdlib_texts import LIBRARY, Chat, Split, build_chats, load_modules
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with links to the modules from ``abc`` to ``enum``: the whole library takes seconds to parse."""
     folder = tmp_path_factory.mktemp("library")
-    for path in standard_library().glob("[a-e]*.py"):
+    for path in LIBRARY.glob("[a-e]*.py"):
         (folder / path.name).symlink_to(path)
     return folder
 

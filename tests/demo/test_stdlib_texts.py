@@ -11,13 +11,13 @@ from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.demo import stdlib_texts
 from recipes_lib.demo.stdlib_texts import (
+    LIBRARY,
     QUESTIONS,
     Module,
     build_chats,
     load_modules,
     parse_module,
     split_texts,
-    standard_library,
 )
 from recipes_lib.errors import DataError
 
@@ -160,7 +160,7 @@ def test_held_out_questions_name_no_training_definitions(chats):
 
 @pytest.mark.slow
 def test_library_of_this_python_has_enough_chats():
-    assert len(build_chats(load_modules(standard_library()), seed=0).held_out) == 1000
+    assert len(build_chats(load_modules(LIBRARY), seed=0).held_out) == 1000
 
 
 def test_names_and_sentences_of_training_are_not_held_out():

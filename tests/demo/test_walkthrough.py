@@ -38,7 +38,7 @@ def small(library):
     """Limit the demo to a part of the standard library and to fewer chats."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
-        patch.setattr(run, "standard_library", lambda: library)
+        patch.setattr(run, "LIBRARY", library)
         patch.setattr(run, "MAX_CHATS", 600)
         yield
 

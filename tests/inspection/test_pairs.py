@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 from tests.recipes.preferences import make_rows
 from tests.rows import write_rows
+from transformers import MistralConfig, MistralForCausalLM
 from trl import DPOConfig
 
 ROWS = [
@@ -49,6 +51,16 @@ def test_unshared_prompts_are_reported_with_reason(run_check):
     problems, output = run_check("dpo", ROWS, shared_prompt="false")
     assert problems == []
     assert "a prompt is computed once for each answer: `shared_prompt` is false" in output
+
+
+def test_required_sharing_is_refused_as_by_training(run_check, tmp_path, tiny_tokenizer_dir):
+    folder = shutil.copytree(tiny_tokenizer_dir, tmp_path / "windowed")
+    sizes = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)).save_pretrained(folder)
+    assert run_check("dpo", ROWS, model_name_or_path=folder)[0] == []
+    problems, _ = run_check("dpo", ROWS, model_name_or_path=folder, shared_prompt="true")
+    assert ["prompts cannot be shared: a mistral model sees 8 tokens" in one.found for one in problems] == [True]
 
 
 @pytest.mark.parametrize(("rows", "token"), [(ROWS, "<|endoftext|>"), (make_rows(), "<|im_end|>")])

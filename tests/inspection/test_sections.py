@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
+from recipes_lib.inspection.sections import Report
 from recipes_lib.models.structure import freeze_outside_text
 from recipes_lib.training.layouts.launch_environment import plan_launch
 from recipes_lib.training.optim import compilation
@@ -27,14 +28,15 @@ def test_section_prints_facts_or_problems_or_nothing(tmp_path, tiny_tokenizer_di
     output = io.StringIO()
     config = build_config(tmp_path, tiny_tokenizer_dir)
     inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-    with inspection.section("silent"):
-        pass
-    with inspection.section("sound") as report:
-        report("a fact")
     problem = Problem("file:3", "wrong", "fix it")
-    with inspection.section("broken") as report:
+
+    def fail(report: Report) -> None:
         report("another fact")
         raise DataError(problem)
+
+    inspection.run_section("silent", lambda report: None)
+    inspection.run_section("sound", lambda report: report("a fact"))
+    inspection.run_section("broken", fail)
     text = output.getvalue()
     assert "silent" not in text
     assert "✓ sound\n    a fact" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -110,27 +110,24 @@ def plan(argv: Sequence[str]) -> None:
     )
 
 
-def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
-    """Return a summary, line by line: removals per step, warnings, counts and paths."""
+def describe(manifest: Mapping[str, Any], output_dir: str) -> Iterator[str]:
+    """Yield a summary, line by line: removals per step, warnings, counts and paths."""
     from recipes_lib.data.sources.mixtures import REPEATED
 
     steps = manifest["steps"]
-    lines = [
-        f"{step}: {tally['documents_in'] - tally['documents_out']:,} of {tally['documents_in']:,} documents removed"
-        for step, tally in steps.items()
-        if tally["documents_in"] > tally["documents_out"]
-    ]
-    lines += [f"warning: not read: {note}" for note in manifest["notes"]]
+    for step, tally in steps.items():
+        if (removed := tally["documents_in"] - tally["documents_out"]) > 0:
+            yield f"{step}: {removed:,} of {tally['documents_in']:,} documents removed"
+    yield from (f"warning: not read: {note}" for note in manifest["notes"])
     for source in manifest["sources"]:
         if source["too_often"]:
-            lines.append(f"warning: {source['epochs']:g} epochs of {source['label']}; {REPEATED}")
+            yield f"warning: {source['epochs']:g} epochs of {source['label']}; {REPEATED}"
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
-    lines.append(
+    yield (
         f"{manifest['documents']:,} of {read:,} documents, {format_bytes(manifest['bytes'])}{tokens}: "
         f"{_name_dataset(manifest, output_dir)}; removed documents and reasons: {output_dir}/report.html"
     )
-    return lines
 
 
 def _name_dataset(manifest: Mapping[str, Any], output_dir: str) -> str:
@@ -152,28 +149,21 @@ def main_classifier(argv: Sequence[str]) -> None:
     options = CommandParser("classifier").parse_args(argv)
     verify_extra("recipes classifier", "corpus", "datatrove", "sklearn")
     sources = _read_labels(options.texts)
-    from recipes_lib.corpus.text_classifier import (
-        evaluate_classifier,
-        load_classifier,
-        read_linear,
-        split_held_out,
-        train_classifier,
-        verify_classifier,
-    )
+    from recipes_lib.corpus import text_classifier
 
     texts = {label: _read_texts(label, names) for label, names in sources.items()}
     folder: Path = options.classifier
     if options.command == "eval":
         for label in texts:
-            verify_classifier(f"{label}=", str(folder), label)
-        evaluation = evaluate_classifier(load_classifier(str(folder)), texts)
+            text_classifier.verify_classifier(f"{label}=", str(folder), label)
+        evaluation = text_classifier.evaluate_classifier(text_classifier.load_classifier(str(folder)), texts)
     else:
-        train, held_out = split_held_out(texts, options.held_out)
-        classifier = train_classifier(train)
-        evaluation = evaluate_classifier(classifier.score, held_out)
+        train, held_out = text_classifier.split_held_out(texts, options.held_out)
+        classifier = text_classifier.train_classifier(train)
+        evaluation = text_classifier.evaluate_classifier(classifier.score, held_out)
         with explain_write_errors(folder, "name another folder"):
             classifier.save(folder, evaluation)
-        read_linear(folder)
+        text_classifier.read_linear(folder)
     sys.stdout.write("".join([f"{line}\n" for line in describe_classifier(evaluation)]))
     if options.command == "train":
         keys = f"classifier: apply, classifier_path: {folder}, classifier_label: {next(iter(texts))}"
@@ -204,7 +194,6 @@ def _read_texts(label: str, names: Sequence[str]) -> list[str]:
     Raises:
         DataError: A source cannot be read, or there is no document.
     """
-    from recipes_lib.config.corpus_keys import CorpusConfig
     from recipes_lib.corpus.documents import Ledger
     from recipes_lib.corpus.inputs import ANY, READ, Read, open_inputs
     from recipes_lib.corpus.text_steps import MAX_CLASSIFIED
@@ -220,13 +209,12 @@ def _read_texts(label: str, names: Sequence[str]) -> list[str]:
     return texts
 
 
-def describe_classifier(evaluation: Mapping[str, Any]) -> list[str]:
-    """Return the evaluation as lines: accuracy, then ROC AUC and a precision-recall table per label."""
+def describe_classifier(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the evaluation as lines: accuracy, then ROC AUC and a precision-recall table per label."""
     documents = ", ".join(f"{count:,} {label}" for label, count in evaluation["documents"].items())
-    lines = [f"evaluated on {documents}: accuracy {evaluation['accuracy']:.1%}"]
+    yield f"evaluated on {documents}: accuracy {evaluation['accuracy']:.1%}"
     for label, found in evaluation["labels"].items():
-        lines.append(f"{label}: area under the ROC curve {found['roc_auc']:.3f}")
+        yield f"{label}: area under the ROC curve {found['roc_auc']:.3f}"
         for row in found["curve"]:
             precision = "none" if row["precision"] is None else f"{row['precision']:.1%}"
-            lines.append(f"    threshold {row['threshold']:g}: precision {precision}, recall {row['recall']:.1%}")
-    return lines
+            yield f"    threshold {row['threshold']:g}: precision {precision}, recall {row['recall']:.1%}"

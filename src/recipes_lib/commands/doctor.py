@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -36,8 +35,7 @@ _COLOURS: Final[Mapping[Verdict, str]] = {"ok": "green", "missing": "yellow", "b
 """Colours on a terminal, except where ``NO_COLOR`` is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One capability: verdict, details, and how to install it.
 
     Attributes:
@@ -100,18 +98,14 @@ def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Findin
     try:
         return list(probe())
     except Exception as error:
-        if name in ("packages", "torch"):
-            return [_core_package(name, "broken", _first_line(error))]
-        return [Finding(name, "broken", _first_line(error))]
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        is_core = name in ("packages", "torch")
+        return [_core_package(name, "broken", detail) if is_core else Finding(name, "broken", detail)]
 
 
 def _judge(name: str, obstacle: str, works: str, remedy: str = "") -> Finding:
     """Return a finding: ``works`` without an obstacle."""
     return Finding(name, "missing", obstacle, remedy) if obstacle else Finding(name, "ok", works)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _extra(name: str) -> str:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -226,13 +226,12 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     return config
 
 
-def describe(record: Mapping[str, Any]) -> list[str]:
-    """Return one line per score of groups and tasks, and warnings about answers that distort it."""
-    lines = []
+def describe(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per score of groups and tasks, and warnings about answers that distort it."""
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
-            lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
+            yield f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions"
         causes = {
             "num_cut": "did not fit and were truncated at the start",
             "num_empty": "have an empty answer",
@@ -241,5 +240,4 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         }
         for key, cause in causes.items():
             if found.get(key):
-                lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {cause}")
-    return lines
+                yield f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {cause}"

@@ -113,8 +113,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     config = parse_command(recipe, ["--config", options.config, *place, *overrides])
     if isinstance(config, str):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
-    if problems := list(_find_problems(options, options.to, [options.config])):
-        raise ConfigError(*problems)
+    errors.raise_problems(_find_problems(options, options.to, [options.config]), "recipes job", ConfigError)
     output_dir = str(config.training["output_dir"])
     if options.to != "slurm":
         output_dir = _place_on_volume(Path(output_dir))
@@ -227,8 +226,7 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     # Absolute ones begin with the folder of the pipeline file (`${here}`), which is another one in the image.
     given = [stage.argv[1] for stage in chosen if stage.argv[:1] == ["--config"] and stage.has_given_config]
     files = [str(options.pipeline), *(file for file in given if not Path(file).is_absolute())]
-    if problems := list(_find_problems(options, options.executor, files)):
-        raise ConfigError(*problems)
+    errors.raise_problems(_find_problems(options, options.executor, files), "--executor", ConfigError)
     folder = pipeline.output_dir / JOBS
     if options.executor != "slurm":
         _submit_whole(options, pipeline, chosen)

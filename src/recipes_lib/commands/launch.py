@@ -10,27 +10,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from recipes_lib import errors
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import parse_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
-from recipes_lib.errors import (
-    EXIT_BUG,
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_PREEMPTED,
-    EXIT_STALLED,
-    EXIT_USER,
-    STATUSES,
-    ConfigError,
-    Problem,
-    translate_exit_code,
-)
+from recipes_lib.errors import STATUSES, ConfigError, Problem
 from recipes_lib.quantities import pluralize
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.stopping import STOP_SIGNALS
@@ -50,12 +38,11 @@ PORT: Final = 29500
 """Default rendezvous port, as in torchrun."""
 _COUNTS: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SKYPILOT_NUM_NODES")
 """Variables of PyTorchJobs without torchrun's, mpirun and SkyPilot: how many of this command they have started."""
-_CAUSES: Final = (EXIT_USER, EXIT_DIVERGED, EXIT_STALLED)
+_CAUSES: Final = STATUSES.keys() - {errors.EXIT_PREEMPTED}
 """Exit codes of the cause of a failure: a process has them neither because another one failed, nor after a signal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machines:
+class Machines(NamedTuple):
     """The machines of a run.
 
     Attributes:
@@ -89,13 +76,10 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
     if "SLURM_JOB_ID" in environment:
         return _read_slurm(environment)
     if (num_machines := _read_number(environment, "PET_NNODES", 1)) > 1:
-        return Machines(
-            num_machines,
-            _read_number(environment, "PET_NODE_RANK", 0),
-            environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR")),
-            _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT)),
-            "torchrun's variables (PET_...)",
-        )
+        rank = _read_number(environment, "PET_NODE_RANK", 0)
+        host = environment.get("PET_MASTER_ADDR", environment.get("MASTER_ADDR"))
+        port = _read_number(environment, "PET_MASTER_PORT", _read_number(environment, "MASTER_PORT", PORT))
+        return Machines(num_machines, rank, host, port, "torchrun's variables (PET_...)")
     return Machines()
 
 
@@ -143,14 +127,9 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
     port = 20000 + _read_number(environment, "SLURM_JOB_ID", 0) % 10000
     if num_nodes == 1:
         return Machines(main_process_port=port, source="SLURM, one node")
-    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-    return Machines(
-        num_nodes,
-        _read_number(environment, "SLURM_NODEID", 0),
-        find_first_host(nodes),
-        port,
-        f"SLURM, {num_nodes} nodes",
-    )
+    host = find_first_host(environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "")))
+    rank = _read_number(environment, "SLURM_NODEID", 0)
+    return Machines(num_nodes, rank, host, port, f"SLURM, {num_nodes} nodes")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -172,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     file, document = _read_hardware(options, machines)
     port = options.main_process_port or document.get("main_process_port")
     if machines.main_process_port == PORT and isinstance(port, int):
-        machines = replace(machines, main_process_port=port)
+        machines = machines._replace(main_process_port=port)
     given = options.num_processes
     num_processes = _count_processes(file, document, machines, options.dry_run) if given is None else given
     if num_processes % machines.num_machines:
@@ -200,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
             verify_fp8(launch.precision)
         expect_launch(launch)
         _execute(command, is_alone=document["distributed_type"] == "NO")
-    return EXIT_DONE
+    return errors.EXIT_DONE
 
 
 def _read_hardware(options: argparse.Namespace, machines: Machines) -> tuple[Path, dict[str, Any]]:
@@ -287,16 +266,16 @@ def run_processes(arguments: Sequence[str]) -> int:
     except SignalException:  # The processes have received the signal too, and had time to save.
         for number in STOP_SIGNALS:  # A further Ctrl-C would replace the exit code of this process, which is ending.
             signal.signal(number, signal.SIG_IGN)
-        return EXIT_PREEMPTED
+        return errors.EXIT_PREEMPTED
     except ConnectionError:  # accelerate 1.15 has found the port of machine 0 in use.
         found, remedy = f"another process uses port {options.main_process_port}", "write another one, on every machine"
         sys.stderr.write(f"{Problem('--main_process_port', found, remedy)}\n")
-        return EXIT_USER
+        return errors.EXIT_USER
     except DistError as error:
         found = f"not all machines came to {options.main_process_ip}:{options.main_process_port}: {error}"
         remedy = "start the same command on each, with its own --machine_rank, and open this port of machine 0"
         sys.stderr.write(f"{Problem('recipes launch', found, remedy)}\n")
-        return EXIT_BUG
+        return errors.EXIT_BUG
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
             # The launcher ends the others by SIGTERM.
@@ -304,16 +283,14 @@ def run_processes(arguments: Sequence[str]) -> int:
                 name = signal.Signals(-failure.exitcode).name
                 sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
         # One that has lost another rank ends by ``EXIT_BUG``, possibly in the same moment as that rank.
-        code = min(
-            failed.failures.values(), key=lambda failure: (failure.exitcode not in _CAUSES, failure.timestamp)
-        ).exitcode
-        return translate_exit_code(code)
-    return EXIT_DONE
+        cause = min(failed.failures.values(), key=lambda one: (one.exitcode not in _CAUSES, one.timestamp))
+        return errors.translate_exit_code(cause.exitcode)
+    return errors.EXIT_DONE
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a record of torch's launcher says more than the error of a process or our line of its signal."""
-    known = (f"failed (exitcode: {code}" for code in ("-", *(f"{code})" for code in (EXIT_BUG, *STATUSES))))
+    known = (f"failed (exitcode: {code}" for code in ("-", *(f"{code})" for code in (errors.EXIT_BUG, *STATUSES))))
     return not record.getMessage().startswith(("Sending process ", *known))
 
 
@@ -341,20 +318,16 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     """
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
-    fields = {name: given.get(name, getattr(detected, name)) for name in names}
-    source = f"{fields['num_machines']} machines (flags)" if "num_machines" in given else detected.source
-    machines = Machines(**fields, source=source)
-    if detected == Machines() and "num_machines" not in given:
+    if "num_machines" in given:
+        given["source"] = f"{given['num_machines']} machines (flags)"
+    elif detected == Machines():
         _verify_single_machine(read_environment())
+    machines = detected._replace(**given)
     # The default rank 0 is not detected: without the flag, every machine would take itself for the first.
     lacks_rank = "num_machines" in given and detected.num_machines == 1 and "machine_rank" not in given
     if machines.num_machines > 1 and (not machines.main_process_ip or lacks_rank):
         found = f"there are {machines.num_machines} machines, without --machine_rank and --main_process_ip"
         raise ConfigError(Problem("--num_machines", found, "write both, or start under SLURM"))
-    if machines.num_machines < 1:
-        raise ConfigError(Problem("--num_machines", f"is {machines.num_machines}", "write 1 or more"))
-    if not 0 <= machines.main_process_port < 1 << 16:
-        raise ConfigError(Problem("--main_process_port", f"is {machines.main_process_port}", "write 0 to 65535"))
     if not 0 <= machines.machine_rank < machines.num_machines:
         found = f"is {machines.machine_rank}, with {machines.num_machines} machines"
         raise ConfigError(Problem("--machine_rank", found, "write the rank of this machine, from 0"))
@@ -400,4 +373,4 @@ if __name__ == "__main__":
     try:
         sys.exit(run_processes(sys.argv[1:]))
     except KeyboardInterrupt:  # While torch is imported; later, torch raises ``SignalException``.
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(errors.EXIT_INTERRUPTED)

@@ -98,16 +98,15 @@ def preview(argv: Sequence[str]) -> None:
     from recipes_lib.report.html_pages import write_page
 
     rows = build_preview(config, _load_tokenizer(config), options.rows)
-    if options.html is not None:
-        title = f"{config.data.dataset_name or 'dataset_mixture'}: training rows"
-        with explain_write_errors(options.html, "name another file after --html"):
-            options.html.parent.mkdir(parents=True, exist_ok=True)
-            write_page(options.html, "preview", title=title, rows=rows)
     console = Console(highlight=False)
     has_colors = console.color_system is not None and not console.no_color
     for row in rows:
         console.print(render_text(row, has_colors=has_colors), end="\n\n", soft_wrap=True)
     if options.html is not None:
+        title = f"{config.data.dataset_name or 'dataset_mixture'}: training rows"
+        with explain_write_errors(options.html, "name another file after --html"):
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            write_page(options.html, "preview", title=title, rows=rows)
         console.print(f"written to {options.html}", soft_wrap=True)
 
 

@@ -32,7 +32,8 @@ from recipes_lib.processes import count_cores
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
-from recipes_lib.training.layouts.launch_environment import read_environment
+from recipes_lib.training.layouts.compatibility import verify_combination
+from recipes_lib.training.layouts.launch_environment import plan_launch, read_environment
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
@@ -309,9 +310,6 @@ def _load(stage: Stage) -> None:
         return
     config = load_config(stage.recipe, stage.argv)
     if stage.launch:
-        from recipes_lib.training.layouts.compatibility import verify_combination
-        from recipes_lib.training.layouts.launch_environment import plan_launch
-
         file = find_launch_file(stage.launch)
         verify_combination(config, plan_launch(file), str(file))
 

@@ -108,9 +108,8 @@ class RowFile(Generic[Counted]):
                     found = f"has {size:,} bytes, and {self._record.name} counts {self.counts.num_bytes:,}"
                     raise DataError(Problem(str(path), found, "restore it, or delete both to begin anew"))
             elif record["num_bytes"]:  # An empty file is taken over without asking.
-                raise ConfigError(
-                    Problem(str(path), f"holds {what}", "name another output, or delete it and its record")
-                )
+                remedy = "name another output, or delete it and its record"
+                raise ConfigError(Problem(str(path), f"holds {what}", remedy))
         elif path.exists() and (path.stat().st_size or not path.is_file()):
             raise ConfigError(Problem(str(path), "exists, and was not written by this command", "name another output"))
 

@@ -15,6 +15,7 @@ from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.training.layouts.launch_environment import read_launch
 
 if TYPE_CHECKING:
     from recipes_lib.data.sources.rows import Entry, Row, Source
@@ -106,7 +107,6 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     from recipes_lib.data.sources.canonical import load_source
     from recipes_lib.data.sources.mixtures import list_entries
     from recipes_lib.training.evaluation.row_scores import load_row_scorer
-    from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.arguments import resolve_precision
     from recipes_lib.training.trainers.reference import hash_weights
@@ -196,7 +196,6 @@ def load_text_scorer(path: str) -> Callable[[str], float | None]:
     """
     from recipes_lib.data.sources.rows import Row
     from recipes_lib.training.evaluation.row_scores import load_row_scorer
-    from recipes_lib.training.layouts.launch_environment import read_launch
 
     # The keys that an SFT configuration requires; no dataset is read, and nothing is written.
     given = {"model_name_or_path": path, "dataset_name": path, "output_dir": path}

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.schema import DatasetFormat, TokensConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
 from recipes_lib.files import atomic_folder, count_bytes, read_text
 
 if TYPE_CHECKING:
@@ -79,27 +79,20 @@ class HeldOutTail:
 
     def __init__(self) -> None:
         self.texts: deque[str] = deque()
-        self._sizes: deque[int] = deque()
-        self._num_bytes = 0
 
     def split(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield all texts except the held-out ones, in order, in constant memory."""
-        total = 0
+        total = num_yielded = 0
         for text in texts:
-            size = count_bytes(text)
-            total += size
-            self._num_bytes += size
-            self._sizes.append(size)
+            total += count_bytes(text)
             self.texts.append(text)
-            while self._num_bytes > MAX_TAIL_BYTES:
-                yield self._release()
+            while total - num_yielded > MAX_TAIL_BYTES:
+                num_yielded += count_bytes(self.texts[0])
+                yield self.texts.popleft()
         # The total, of which the tail is a share, is only known at the end.
-        while self._num_bytes > total * MAX_TAIL_SHARE:
-            yield self._release()
-
-    def _release(self) -> str:
-        self._num_bytes -= self._sizes.popleft()
-        return self.texts.popleft()
+        while total - num_yielded > total * MAX_TAIL_SHARE:
+            num_yielded += count_bytes(self.texts[0])
+            yield self.texts.popleft()
 
 
 def read_texts(rows: Iterable[Row], template: ChatTemplate | None) -> Iterator[str]:
@@ -184,8 +177,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     if options.vocab_size < smallest:
         found = f"{options.vocab_size} is too small for {NUM_BYTES} bytes and {smallest - NUM_BYTES} special tokens"
         problems.append(Problem("--vocab_size", found, f"write {smallest} or more"))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems, "recipes tokenizer", ConfigError)
     return {"eos_token": eos_token, "special_tokens": special_tokens, "chat_template": template}
 
 

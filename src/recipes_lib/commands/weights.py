@@ -88,9 +88,8 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, copy)  # Without the mode, which file systems such as FAT refuse.
         with suppress(DataError):  # Without a record of the run, or with a damaged one.
-            copy_sentencepiece(
-                read_record(checkpoint.resolve().parent / "run.json", {"config": dict})["config"], staging
-            )
+            record = read_record(checkpoint.resolve().parent / "run.json", {"config": dict})
+            copy_sentencepiece(record["config"], staging)
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
         return write(checkpoint, staging)
 
@@ -223,7 +222,6 @@ MAX_KL_FROM_FEW_BITS: Final = 0.2
 MAX_TOKENS: Final = 64
 """Tokens per text in the comparison, whose logits are kept in memory."""
 
-MERGE_RECORD: Final = "merge.json"
 PROMPTS: Final = Path(__file__).with_name("merge_prompts.txt").read_text(encoding="utf-8").splitlines()
 """Texts of the comparison if neither ``--prompts`` nor samples of the run are available."""
 
@@ -258,7 +256,7 @@ def main_merge(argv: Sequence[str]) -> None:
         record["max_kl"] = default if options.max_kl is None else options.max_kl
         sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
         refuse_another_model(record)
-        (model / MERGE_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (model / "merge.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         copy_sentencepiece(dataclasses.asdict(base), model)
         write_merge_card(model, options.output.resolve().name, record)
     sys.stdout.write(f"written to {options.output}\n")
@@ -353,9 +351,6 @@ def _render(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
-STUDENT_RECORD: Final = "student.json"
-
-
 def main_student(argv: Sequence[str]) -> None:
     """Run ``recipes student``.
 
@@ -387,7 +382,7 @@ def main_student(argv: Sequence[str]) -> None:
         again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")
         verify_copy(again, model, options.output)
         record = {"teacher": options.teacher, "teacher_revision": options.revision, "layers": layers, "of": count}
-        (student / STUDENT_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (student / "student.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     sys.stdout.write(
         f"layers       {', '.join(map(str, layers))} of {count}\n"
         f"parameters   {model.num_parameters():,} of {num_before:,}\n"

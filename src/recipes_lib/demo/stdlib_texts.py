@@ -12,7 +12,6 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import decode_source
 from operator import attrgetter
 from pathlib import Path
@@ -31,6 +30,9 @@ MAX_HELD_OUT_TEXTS = 200
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo"})
 """Installed packages, and tests and applications, whose docstrings describe little of the library."""
 
+LIBRARY = Path(sysconfig.get_path("stdlib"))
+"""Folder of the standard library."""
+
 _BODY_LINES = 6
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -45,8 +47,7 @@ make match move open parse perform print process provide put raise read register
 resolve retrieve return run search select send set show start stop store test update verify wait wrap write yield"""
 
 
-@dataclass(frozen=True, slots=True)
-class Definition:
+class Definition(NamedTuple):
     """A documented function, method or class.
 
     Attributes:
@@ -66,8 +67,7 @@ class Definition:
     num_required: int
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(NamedTuple):
     """A module of the library: dotted name, docstring (empty if it has none), documented definitions."""
 
     name: str
@@ -86,11 +86,6 @@ class Split(NamedTuple, Generic[T]):
 
     train: list[T]
     held_out: list[T]
-
-
-def standard_library() -> Path:
-    """Return the folder of the standard library."""
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def load_modules(root: Path) -> list[Module]:
@@ -195,25 +190,23 @@ def _count_parameters(arguments: ast.arguments) -> tuple[int, int]:
     return num_parameters - is_bound, num_required - is_bound
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionTemplate:
+class QuestionTemplate(NamedTuple):
     """A kind of question about definitions.
 
     Attributes:
         text: Format string of the question, with one field for the subject.
-        subject: Returns the subject of a definition, such as its signature.
-        answer: Returns the right answer; ``None`` if the question does not apply to a definition.
+        subject: Returns the subject of a definition, such as its signature; ``None`` if the question does not apply.
+        answer: Returns the right answer; ``None`` if it is unknown.
         brief: Regular expression whose group is the short form of an answer; ``None`` if there is none.
     """
 
     text: str
-    subject: Callable[[Definition], str]
+    subject: Callable[[Definition], str | None]
     answer: Callable[[Definition], str | None]
     brief: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(NamedTuple):
     """A question and its right answer."""
 
     question: QuestionTemplate
@@ -255,9 +248,14 @@ def _ask(question: QuestionTemplate, definitions: Iterable[Definition]) -> Itera
     asked = set()
     for definition in definitions:
         subject, answer = question.subject(definition), question.answer(definition)
-        if answer is not None and subject not in asked and len(subject.encode()) <= _MAX_SUBJECT_BYTES:
+        if subject and answer and subject not in asked and len(subject.encode()) <= _MAX_SUBJECT_BYTES:
             asked.add(subject)
             yield Chat(question, question.text.format(subject), answer)
+
+
+def _read_call(definition: Definition) -> str | None:
+    """Return the signature of a function; ``None`` for a class."""
+    return None if definition.signature.startswith("class ") else definition.signature
 
 
 def _read_first_sentence(definition: Definition) -> str:
@@ -270,30 +268,21 @@ def _answer_kind(definition: Definition) -> str:
     return f"It is {_classify(definition)}."
 
 
-def _answer_parameters(definition: Definition) -> str | None:
-    return None if _is_class(definition) else f"It has {_spell_parameters(definition)}."
+def _answer_parameters(definition: Definition) -> str:
+    return f"It has {_spell_parameters(definition)}."
 
 
-def _answer_required(definition: Definition) -> str | None:
-    if _is_class(definition):
-        return None
-    number = definition.num_required
-    return f"No, it needs {_spell(number)}." if number else "Yes, it needs none."
+def _answer_required(definition: Definition) -> str:
+    return f"No, it needs {_spell(definition.num_required)}." if definition.num_required else "Yes, it needs none."
 
 
-def _answer_summary(definition: Definition) -> str | None:
-    if _is_class(definition):
-        return None
+def _answer_summary(definition: Definition) -> str:
     return f"{_classify(definition).capitalize()} with {_spell_parameters(definition)}."
 
 
 def _answer_action(definition: Definition) -> str | None:
     action = _ACTIONS.get(definition.docstring.split()[0].lower())
     return None if action is None else f"It {action} something."
-
-
-def _is_class(definition: Definition) -> bool:
-    return definition.signature.startswith("class ")
 
 
 def _classify(definition: Definition) -> str:
@@ -320,12 +309,11 @@ def _conjugate(verb: str) -> str:
 
 _ACTIONS = {form: _conjugate(verb) for verb in _VERBS.split() for form in (verb, _conjugate(verb))}
 
-_SIGNATURE: Callable[[Definition], str] = attrgetter("signature")
 QUESTIONS = (
-    QuestionTemplate("What is `{}`?", _SIGNATURE, _answer_kind, r"It is (.+)\."),
-    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _answer_parameters, r"It has (\w+)"),
-    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _answer_required, r"(\w+)"),
-    QuestionTemplate("Describe `{}`.", _SIGNATURE, _answer_summary),
+    QuestionTemplate("What is `{}`?", attrgetter("signature"), _answer_kind, r"It is (.+)\."),
+    QuestionTemplate("How many parameters does `{}` have?", _read_call, _answer_parameters, r"It has (\w+)"),
+    QuestionTemplate("Can `{}` be called without arguments?", _read_call, _answer_required, r"(\w+)"),
+    QuestionTemplate("Describe `{}`.", _read_call, _answer_summary),
     QuestionTemplate(
         'What does it do? Its documentation says: "{}"', _read_first_sentence, _answer_action, r"It (\w+)"
     ),

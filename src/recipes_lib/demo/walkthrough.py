@@ -21,14 +21,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes_lib.config.table import read_lists
-from recipes_lib.demo.stdlib_texts import (
-    Chat,
-    QuestionTemplate,
-    build_chats,
-    load_modules,
-    split_texts,
-    standard_library,
-)
+from recipes_lib.demo.stdlib_texts import LIBRARY, Chat, QuestionTemplate, build_chats, load_modules, split_texts
 from recipes_lib.errors import EXIT_DONE
 from recipes_lib.files import explain_write_errors, read_lines, read_record
 from recipes_lib.models.loading import hide_progress_bars
@@ -158,10 +151,8 @@ def run_demo(file: Path, output_dir: Path, num_jobs: int = 1) -> int:
     if code:
         return code
     announce("results on held-out modules")
-    show_answers(output_dir, console)
-    show_figures(output_dir, console)
-    show_students(output_dir, console)
-    show_verdict(output_dir, console)
+    for show in (show_answers, show_figures, show_students, show_verdict):
+        show(output_dir, console)
     show_places(output_dir, [stage.name for stage in pipeline.stages], console)
     return EXIT_DONE
 
@@ -180,7 +171,7 @@ def open_folder(output_dir: Path) -> None:
 
 def write_start(output_dir: Path) -> Iterator[str]:
     """Write data, tokenizer and the initial student; yield a line about each."""
-    modules = load_modules(standard_library())
+    modules = load_modules(LIBRARY)
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
     few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
     files: dict[str, list[Any]] = {

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.errors import ConfigError, Problem, reported_at
-from recipes_lib.inspection.sections import Inspection, Report, warned_without_gpu
+from recipes_lib.inspection.sections import Inspection, Report, warned
 from recipes_lib.quantities import format_bytes, pluralize
 
 _MAX_REFERENCES: Final = 1000
@@ -194,24 +194,26 @@ class PairInspection(Inspection):
             report(f"the score is read at the end; {self.tokenizer.pad_token!r} pads")
 
     def check_kernels(self, report: Report) -> None:
-        """Report the common choices, and whether both answers share one computation of the prompt."""
-        from recipes_lib.models.attention.shared_prompt import supports_shared_prompt
+        """Report the common choices, and whether both answers share one computation of the prompt.
+
+        Raises:
+            ConfigError: As ``find_sharing_obstacle``.
+        """
+        from recipes_lib.training.trainers.pair_trainer import find_sharing_obstacle
 
         super().check_kernels(report)
         # Support depends on the longest pair, which is unknown if the data could not be prepared.
         if self._data is None:
             return
-        reason: str | None = "`shared_prompt` is false"
-        if self.config.preference.shared_prompt is not False:
-            implementation = self.config.model.attn_implementation or "sdpa"
-            reason = supports_shared_prompt(self.model_config, implementation, max_length=self._data.max_length)
-        audit = self._data.audit
+        audit, implementation = self._data.audit, self.config.model.attn_implementation or "sdpa"
+        max_length = self._data.max_length
+        reason = find_sharing_obstacle(self.config, self.model_config, implementation, max_length=max_length)
         # `num_tokens` counts each prompt once; without sharing, prompts count twice.
         saved = audit.num_prompt_tokens / (audit.num_tokens + audit.num_prompt_tokens)
         report(
             f"a prompt is computed once for both answers, which saves {saved:.0%} of the tokens"
             if reason is None
-            else f"a prompt is computed once for each answer: {reason}"
+            else f"a prompt is computed once for each answer: {reason or '`shared_prompt` is false'}"
         )
 
     def check_steps(self, report: Report) -> None:
@@ -264,17 +266,17 @@ class PPOInspection(Inspection):
         self._check_engine(report)
 
     def _check_engine(self, report: Report) -> None:
+        import torch
+
         engine = self.config.engine
         if engine.use_vllm:
             from recipes_lib.rl.engines.vllm import check_vllm
 
-            with warned_without_gpu(report):
+            with warned(report, is_fatal=torch.accelerator.is_available()):
                 check_vllm()
             where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"
             report(f"answers are sampled by vLLM {where}, not from the seed")
         elif engine.use_transformers_continuous_batching:
-            import torch
-
             from recipes_lib.rl.engines.engine import build_batching_options
 
             build_batching_options(engine.transformers_continuous_batching_config or {}, 0, torch.float32)
@@ -305,7 +307,6 @@ class PPOInspection(Inspection):
         from recipes_lib.rl.rewards import Rewards
         from recipes_lib.rl.verifiers import exact_match, final_number, python_tests
 
-        assert self._data is not None
         prompts = [self._data.train[number] for number in range(min(len(self._data.train), _MAX_REFERENCES))]
         count = len(prompts)
         for name, function in functions.items():
@@ -316,9 +317,8 @@ class PPOInspection(Inspection):
             num_unread = one.score(prompts, [""] * count, [[]] * count, [True] * count).total.count(None)
             found = f"{name} reads no right answer in {num_unread:,} of the first {count:,} prompts"
             if num_unread == count:
-                raise ConfigError(
-                    Problem("reward_funcs", found, "name the column (`dataset_columns`) or another function")
-                )
+                remedy = "name the column (`dataset_columns`) or another function"
+                raise ConfigError(Problem("reward_funcs", found, remedy))
             if num_unread:
                 report(f"warning: {found}, and answers to them have no reward")
 

@@ -18,8 +18,8 @@ from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.paths import names_path
 from recipes_lib.config.schema import DatasetFormat, ModelConfig, RecipeConfig
 from recipes_lib.config.settings import is_local
-from recipes_lib.data.sources.canonical import load_source, read_entries
-from recipes_lib.data.sources.mixtures import list_entries
+from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_entries
+from recipes_lib.data.sources.mixtures import list_entries, load_train_data
 from recipes_lib.data.sources.rows import Entry, Row
 from recipes_lib.errors import ConfigError, Problem, UserError, reported_at
 from recipes_lib.quantities import format_bytes, pluralize
@@ -33,16 +33,15 @@ Report = Callable[[str], None]
 
 
 @contextmanager
-def warned_without_gpu(report: Report) -> Iterator[None]:
-    """Report a problem of this machine as a warning if it has no GPU: the run is probably for another machine."""
-    import torch
-
+def warned(report: Report, *, is_fatal: bool = False) -> Iterator[None]:
+    """Report the problems of a ``ConfigError`` of the block as warnings, unless it ``is_fatal``."""
     try:
         yield
     except ConfigError as error:
-        if torch.accelerator.is_available():
+        if is_fatal:
             raise
-        report(f"warning: {error.problems[0].where}: {error.problems[0].found}; {error.problems[0].remedy}")
+        for problem in error.problems:
+            report(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
 
 
 # Sections import what they need themselves, so that the first ones are printed before torch and transformers, which are
@@ -98,20 +97,14 @@ class Inspection(ABC):
             ("Hub", self.check_hub, ()),
         ):
             if all(getattr(self, attribute) is not None for attribute in needed):
-                with self.section(name) as report:
-                    check(report)
+                self.run_section(name, check)
 
-    @contextmanager
-    def section(self, name: str) -> Iterator[Report]:
-        """Print a section: its facts, and the problems that are raised in the block.
-
-        Yields:
-            Function that adds a fact.
-        """
+    def run_section(self, name: str, check: Callable[[Report], None]) -> None:
+        """Print the facts that a check reports, and the problems that it raises."""
         facts: list[str] = []
         found: Sequence[Problem] = ()
         try:
-            yield facts.append
+            check(facts.append)
         except UserError as error:
             found = error.problems
         # Printed at the end, because the mark before the facts depends on whether problems were raised.
@@ -262,7 +255,8 @@ class Inspection(ABC):
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         compilation = choose_compilation(self.config, self.launch, is_cuda=False)
-        with warned_without_gpu(report):
+        # A machine without a GPU is probably not that of the run.
+        with warned(report, is_fatal=torch.accelerator.is_available()):
             verify_compiler(compilation, self.launch)
         precision = resolve_precision(self.config, self.launch.precision)
         # Under fp8, the products without 8-bit operands are in bf16.
@@ -310,9 +304,6 @@ class Inspection(ABC):
 
     def report_layouts(self, report: Report, config: RecipeConfig) -> None:
         """Report the layout of each training source, with the columns that are read and ignored."""
-        from recipes_lib.data.sources.canonical import detect_source_format
-        from recipes_lib.data.sources.mixtures import load_train_data
-
         for part in load_train_data(config.data, seed=0).parts:
             report(f"{part.source.name}: {detect_source_format(part.source, part.format)}")
 
@@ -384,11 +375,8 @@ class Inspection(ABC):
                 for warning in warn_of_rounding(dtypes, optim, arguments):
                     report(warning)
         for verify in (verify_optimizer, verify_trackers):
-            try:
+            with warned(report):
                 verify(self.config)
-            except ConfigError as error:
-                for problem in error.problems:
-                    report(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
 
     def check_disk(self, report: Report) -> None:
         """Verify that the checkpoints fit on the disk, and report their size."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_system_prompt_of_method_replaces_that_of_row() -> None:
     assert kept.build_chat(kept.steps[0], values)[0] == SYSTEM
     alone = kept.build_chat({"name": "a", "prompt": "{{ prompt }}"}, values)
     assert alone == [{"role": "user", "content": "Question 0?"}], "without `context`"
-    labelled = replace(kept, fields={**kept.fields, "row": {"label": 1, "text": "{{ prompt }}"}})
+    labelled = kept._replace(fields={**kept.fields, "row": {"label": 1, "text": "{{ prompt }}"}})
     assert labelled.build_row(values) == {"label": 1, "text": "Question 0?"}
 
 

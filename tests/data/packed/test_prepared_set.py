@@ -212,9 +212,9 @@ def test_data_changed_during_preparation_is_refused(
     path = write_rows("changing.jsonl", make_chats(5, start=100))
     config = build_config(response_length=8, **{"dataset_test_split" if held_out else "dataset_name": str(path)})
 
-    def change_then_load(config):
+    def change_then_load():
         write_rows("changing.jsonl", make_chats(6, start=200))
-        return load_tokenizer(config)
+        return load_tokenizer()
 
     with pytest.raises(DataError, match=r"changing\.jsonl: the data changed while they were prepared"):
         make(config, change_then_load)

@@ -38,14 +38,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(Problem(where, "`teacher_top_k`, the number of tokens to store, is missing", remedy))
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.training_data import load_training_data
-    from recipes_lib.distillation.teacher_store import (
-        compare_with_teacher,
-        identify_store,
-        load_teacher,
-        map_teacher_vocabulary,
-        read_store,
-        write_store,
-    )
+    from recipes_lib.distillation import teacher_store
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.training.layouts.launch_environment import read_launch
@@ -53,13 +46,13 @@ def main(argv: Sequence[str]) -> None:
     from recipes_lib.training.trainers.trained_model import load_verified_config
 
     tokenizer = load_tokenizer(config.model, config.tokens)
-    vocabulary = map_teacher_vocabulary(config, tokenizer)
+    vocabulary = teacher_store.map_teacher_vocabulary(config, tokenizer)
     data = load_training_data(config, tokenizer)
-    identity = identify_store(config, vocabulary, data.record)
+    identity = teacher_store.identify_store(config, vocabulary, data.record)
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
     attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
-    teacher: Any = load_teacher(config, attention, args, vocabulary)
+    teacher: Any = teacher_store.load_teacher(config, attention, args, vocabulary)
     teacher.to(args.device)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     compute = build_compute(config, identity.format, teacher, collate, args)
@@ -68,10 +61,11 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write(f"{num_done:,} of {len(data.train):,} rows\n")
         sys.stdout.flush()
 
-    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=print_progress)
-    stored = read_store(identity, data.train)
-    dtype = str(get_rounding_dtype(teacher, args)).removeprefix("torch.")
-    difference = compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
+    batch_size = args.per_device_eval_batch_size
+    found = teacher_store.write_store(identity, data.train, compute, batch_size=batch_size, tell=print_progress)
+    stored = teacher_store.read_store(identity, data.train)
+    allowed = ALLOWED[str(get_rounding_dtype(teacher, args)).removeprefix("torch.")]
+    difference = teacher_store.compare_with_teacher(identity, stored, compute, num_rows=NUM_CHECKED, allowed=allowed)
     size = identity.format.dtype.itemsize
     num_targets = int(stored.counts.sum())
     sys.stdout.write(

@@ -13,11 +13,10 @@ A method is a YAML file, shipped in ``methods/`` or written by the user:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -36,8 +35,7 @@ _STEP_FIELDS: Final = {"name": str, "prompt": str, "system": str, "context": boo
 _CONTEXT: Final = "context"
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRow:
+class SourceRow(NamedTuple):
     """A row of the source.
 
     Attributes:
@@ -51,8 +49,7 @@ class SourceRow:
     question: Question | None = None
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method of generation with the configuration of a run.
 
     Attributes:
@@ -183,41 +180,37 @@ def load_method(config: SynthesisConfig) -> Method:
             remedy = f"name {shipped}, or a YAML file"
             raise ConfigError(Problem("method", f"there is no method {name[:120]!r}", remedy))
     fields = load_prompt_file(path, _FIELDS)
-    if problems := _find_faults(fields, str(path)):
-        raise ConfigError(*problems)
+    raise_problems(_find_faults(fields, str(path)), str(path), ConfigError)
     return Method(path, fields, config)
 
 
-def _find_faults(fields: Mapping[str, Any], where: str) -> list[Problem]:
-    problems = [
-        Problem(where, f"`{name}` is missing", "see the shipped methods") for name in _REQUIRED if not fields[name]
-    ]
+def _find_faults(fields: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    for name in _REQUIRED:
+        if not fields[name]:
+            yield Problem(where, f"`{name}` is missing", "see the shipped methods")
     if fields["reads"] and fields["reads"] not in READS:
-        problems.append(Problem(where, f"`reads: {fields['reads']}`", f"write one of {', '.join(READS)}"))
+        yield Problem(where, f"`reads: {fields['reads']}`", f"write one of {', '.join(READS)}")
     for name, given in (fields["choices"] or {}).items():
         if not isinstance(given, list) or not given:
-            problems.append(Problem(where, f"choice `{name}` has no values", "write a list"))
+            yield Problem(where, f"choice `{name}` has no values", "write a list")
     for step in fields["steps"] or ():
-        if not isinstance(step, dict) or not step.get("name") or not step.get("prompt"):
-            problems.append(Problem(where, f"a step is {step!r:.60}", "write its `name` and `prompt`"))
-            continue
-        problems += [
-            Problem(where, f"unknown field `{name}` of a step, or of a wrong type", f"write {', '.join(_STEP_FIELDS)}")
-            for name, value in step.items()
-            if name not in _STEP_FIELDS or not isinstance(value, _STEP_FIELDS[name])
-        ]
-        problems += _find_pattern_faults(step, where)
-    return problems
+        if isinstance(step, dict) and step.get("name") and step.get("prompt"):
+            yield from _find_step_faults(step, where)
+        else:
+            yield Problem(where, f"a step is {step!r:.60}", "write its `name` and `prompt`")
 
 
-def _find_pattern_faults(step: Mapping[str, Any], where: str) -> list[Problem]:
+def _find_step_faults(step: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    for name, value in step.items():
+        if name not in _STEP_FIELDS or not isinstance(value, _STEP_FIELDS[name]):
+            found = f"unknown field `{name}` of a step, or of a wrong type"
+            yield Problem(where, found, f"write {', '.join(_STEP_FIELDS)}")
     try:
         if isinstance(step.get("pattern"), str) and re.compile(step["pattern"]).groups != 1:
             found = f"the pattern of `{step['name']}` does not have exactly one group"
-            return [Problem(where, found, "enclose the part to extract in ( )")]
+            yield Problem(where, found, "enclose the part to extract in ( )")
     except re.error as error:
-        return [Problem(where, f"the pattern of `{step['name']}`: {error}", "correct the regular expression")]
-    return []
+        yield Problem(where, f"the pattern of `{step['name']}`: {error}", "correct the regular expression")
 
 
 def read_source(method: Method) -> tuple[list[SourceRow], str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
 from recipes_lib.commands.sampling import RowFile, TokenCounts
@@ -23,9 +23,7 @@ from recipes_lib.evaluation.judge_questions import Question, ask_questions, load
 from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
 from recipes_lib.files import read_lines, replace_record
 from recipes_lib.processes import verify_one_process
-
-if TYPE_CHECKING:
-    from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 
 RECORD: Final = "judge.json"
 
@@ -53,8 +51,6 @@ def main(argv: Sequence[str]) -> None:
     if not others or len({*others}) < len(others):
         found = "a model is named twice" if others else "there is one model"
         raise ConfigError(Problem("recipes eval compare", found, "name two or more, each once"))
-    from recipes_lib.training.monitoring.progress import build_progress
-
     verify_one_process("recipes eval compare")
     verify_judge(options, "pairwise")
     questions = load_questions(options.prompts, options.limit)

@@ -23,7 +23,6 @@ REFUSALS: Final = Path(__file__).with_name("refusals.txt")
 _NGRAM: Final = 3
 """Words of a shingle, few because prompts are short."""
 _NUM_HASHES: Final = 128
-_SEED: Final = 0
 
 Check = Callable[[str], str | None]
 """Filter of a text: returns the reason of its removal, ``None`` to keep it."""
@@ -161,7 +160,7 @@ def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: 
 
     Source: maximal marginal relevance (Carbonell and Goldstein 1998).
     """
-    minhash = MinHash(_NUM_HASHES, 1, _SEED)
+    minhash = MinHash(_NUM_HASHES, rows=1, seed=0)
     # With bands of one row, the share of equal keys estimates the Jaccard similarity. Shape (rows, hashes).
     keys = [minhash.compute_keys(_shingle(text)) for text in texts]
     signatures = np.array(keys, np.uint64).reshape(len(texts), _NUM_HASHES)

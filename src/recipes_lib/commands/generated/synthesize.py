@@ -33,7 +33,7 @@ from recipes_lib.commands.generated.candidates import (
 from recipes_lib.commands.generated.generation_methods import Method, SourceRow, load_method, read_source, take_reply
 from recipes_lib.commands.generated.row_filters import build_checks, choose_rows
 from recipes_lib.commands.sampling import RowFile, TokenCounts
-from recipes_lib.config.loader import exit_after_help
+from recipes_lib.config.loader import exit_after_help, load_for_command
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
@@ -42,10 +42,11 @@ from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import Judge
 from recipes_lib.files import replace_record
 from recipes_lib.processes import verify_one_process
+from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 
 if TYPE_CHECKING:
     from recipes_lib.models.generation import Generator, Sampling
-    from recipes_lib.training.monitoring.progress import TrainingProgress
 
 RECORD: Final = "synthesis.json"
 _REPLIES: Final = "replies.jsonl"
@@ -85,7 +86,6 @@ def main(argv: Sequence[str]) -> None:
     config = exit_after_help(SynthesisConfig.parse(argv))
     verify_one_process("recipes synthesize")
     from recipes_lib.report.html_pages import write_synthesis_report
-    from recipes_lib.training.monitoring.progress import build_progress
 
     progress = build_progress(is_main=True)
     try:
@@ -209,9 +209,7 @@ def load_writer(config: SynthesisConfig) -> Answerer:
 
 def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Generator:
     """Start colocated vLLM, as reinforcement learning does, with the weights of the checkpoint."""
-    from recipes_lib.config.loader import load_for_command
     from recipes_lib.rl.engines.vllm import start
-    from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.trainers.arguments import build_training_arguments
 
     names = ("model_name_or_path", "trust_remote_code", "dataset_name", "output_dir", "use_cpu", "seed")

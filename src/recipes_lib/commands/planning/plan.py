@@ -24,7 +24,7 @@ from recipes_lib.commands.planning.plan_search import PlannedRun
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED, compute_weights, list_entries, share_tokens
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 from recipes_lib.files import read_record
 from recipes_lib.planning import compute
 from recipes_lib.planning.compute import RL_RECIPES, ModelSize
@@ -73,8 +73,8 @@ def run(
     # Not by truth: an empty text, of an unset shell variable, is no number of GPUs.
     if options.gpus is not None:
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := [*_find_problems(config, num_written if options.gpus else None), *problems]:
-        raise ConfigError(*problems)
+    problems = [*_find_problems(config, num_written if options.gpus else None), *problems]
+    raise_problems(problems, "recipes plan", ConfigError)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     config = layouts[0].choose_compilation(config)
     hardware, recipe = _choose_hardware(config, options, num_gpus), config.recipe
@@ -95,7 +95,7 @@ def run(
     if options.gpu and plans:
         # The first layout that fits, else the last.
         placed = next((plan for plan in plans if plan.fits(memory)), plans[-1])
-        layout, planned = placed.layout, replace(planned, config=resolve_checkpointing(config, placed))
+        layout, planned = placed.layout, planned._replace(config=resolve_checkpointing(config, placed))
         if hardware and options.mfu is None:
             hardware = hardware.adapt_to(planned.config)
     rows = [*_describe(planned, num_processes, layout, hardware), *launch]

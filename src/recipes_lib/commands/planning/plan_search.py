@@ -8,8 +8,8 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -54,8 +54,7 @@ _MANY_PROMPTS: Final = 1_000_000_000
 """Placeholder for the number of prompts: planning reads no data, and the size of an iteration does not depend on it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """A run to plan.
 
     Attributes:
@@ -204,7 +203,7 @@ def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
 def add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
     """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
     is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
-    return dataclasses.replace(hardware, num_gpus=2 * hardware.num_gpus) if is_server else hardware
+    return hardware._replace(num_gpus=2 * hardware.num_gpus) if is_server else hardware
 
 
 def plan_iteration(
@@ -398,12 +397,12 @@ class _Change(NamedTuple):
     """Change of a run.
 
     Attributes:
-        words: The change, for the reader; empty for none.
+        words: The change, for the reader.
         apply: Returns the changed configuration.
         factor: Factor of the number of GPUs.
     """
 
-    words: str = ""
+    words: str
     apply: Callable[[RecipeConfig], RecipeConfig] = lambda config: config
     factor: int = 1
 
@@ -440,20 +439,14 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
     def fits(chosen: Sequence[_Change]) -> bool:
         return any(plan.fits(size) for plan in list_plans(chosen))
 
-    if single := next((change for axis in axes for change in axis if fits([change])), None):
-        return f"{single.words} would fit"
-    # The largest change of each kind; then, of one kind after the other, the smallest that is enough, GPUs first.
-    chosen = [axis[-1] for axis in axes]
-    enough = fits(chosen)
-    for index in reversed(range(len(axes)) if enough else ()):
-        options = [_Change(), *axes[index][:-1]]
-        chosen[index] = next(
-            (one for one in options if fits([*chosen[:index], one, *chosen[index + 1 :]])), axes[index][-1]
-        )
-    words = " and ".join(change.words for change in chosen if change.words)
+    # Those with the fewest changes first; of as many, those with the fewest GPUs, the last kind.
+    choices = product(*([None, *axis] for axis in reversed(axes)))
+    combinations = sorted(([*filter(None, reversed(chosen))] for chosen in choices), key=len)
+    enough = next(filter(fits, combinations[1:]), None)
+    words = " and ".join(change.words for change in enough or combinations[-1])
     if enough:
         return f"{words} would fit"
-    least = min((plan.peak for plan in list_plans(chosen)), default=0) / 1e9
+    least = min((plan.peak for plan in list_plans(combinations[-1])), default=0) / 1e9
     return "name GPUs with more memory" + (f": {words} would need {least:.1f} GB" if least else "")
 
 

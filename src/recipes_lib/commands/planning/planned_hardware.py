@@ -8,9 +8,8 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import yaml
 
@@ -36,8 +35,7 @@ Row = tuple[str, str]
 """A row: its name, empty if it continues the row above, and its text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """Hardware of a plan, and its costs.
 
     Attributes:
@@ -67,7 +65,7 @@ class Hardware:
     def adapt_to(self, config: RecipeConfig) -> Hardware:
         """Return the hardware with the MFU of another configuration, such as one with activation checkpointing."""
         mfu, source = find_efficiency(config, self.measured)
-        return dataclasses.replace(self, mfu=mfu, source=source)
+        return self._replace(mfu=mfu, source=source)
 
     def describe_rate(self) -> str:
         """Return the factors of the model FLOPs per second."""
@@ -93,10 +91,8 @@ class Hardware:
         if self.device.watts:
             energy = total * self.device.watts / 1000 * self.pue
             text = f"at most {format_figure(energy)} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
-            yield (
-                "energy",
-                text + (f"; {format_figure(energy * self.grid / 1000)} kg of CO2" if self.grid is not None else ""),
-            )
+            carbon = "" if self.grid is None else f"; {format_figure(energy * self.grid / 1000)} kg of CO2"
+            yield "energy", text + carbon
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:

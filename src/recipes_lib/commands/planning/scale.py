@@ -20,7 +20,7 @@ from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, reported_at
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems, reported_at
 from recipes_lib.files import explain_write_errors, read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning import compute, scaling
@@ -125,8 +125,7 @@ def _write_sweep(options: argparse.Namespace) -> Iterator[Row]:
     """
     base = load_config("pretrain", ["--config", str(options.config)])
     depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
-    if problems := list(_find_sweep_problems(base, options)):
-        raise ConfigError(*problems)
+    raise_problems(_find_sweep_problems(base, options), "recipes scale sweep", ConfigError)
     folder: Path = options.output
     with explain_write_errors(folder, "name another --output"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -59,21 +59,40 @@ def choose_pair_attention(
         ConfigError: ``shared_prompt`` is true and the model does not support it.
         ConfigError: As ``choose_attention``.
     """
-    problem, reason = "", None
+    problem = ""
     try:
         choice = choose_attention(config.model, model_config, args, packing=True)
     except ConfigError as error:
         choice = choose_attention(config.model, model_config, args, packing=False)
         problem = error.problems[0].found
     is_flat = choice.layout == "flat"
-    if config.preference.shared_prompt is not False:
-        reason = supports_shared_prompt(model_config, choice.implementation, max_length=max_length)
-        if reason is None:
-            return PairAttention(choice.implementation, "shared_flat" if is_flat else "shared")
-        if config.preference.shared_prompt:
-            raise _refuse(config, reason)
+    reason = find_sharing_obstacle(config, model_config, choice.implementation, max_length=max_length)
+    if reason is None:
+        return PairAttention(choice.implementation, "shared_flat" if is_flat else "shared")
     layout: PairLayout = "flat" if is_flat and not problem else "separate"
     return PairAttention(choice.implementation, layout, packing=not problem, reason=reason or problem)
+
+
+def find_sharing_obstacle(
+    config: RecipeConfig, model_config: PreTrainedConfig, implementation: str, *, max_length: int
+) -> str | None:
+    """Return why a prompt is computed once for each answer; ``None`` if both share it, empty if the run disables it.
+
+    Args:
+        config: The run.
+        model_config: The model's configuration.
+        implementation: Attention kernel.
+        max_length: Tokens of the longest prompt with one answer.
+
+    Raises:
+        ConfigError: ``shared_prompt`` is true and the model does not support it.
+    """
+    if config.preference.shared_prompt is False:
+        return ""
+    reason = supports_shared_prompt(model_config, implementation, max_length=max_length)
+    if reason is not None and config.preference.shared_prompt:
+        raise _refuse(config, reason)
+    return reason
 
 
 def verify_pair_attention(
