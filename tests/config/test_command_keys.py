@@ -55,6 +55,33 @@ class TestCommand:
             assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "key", "given", "found"),
+    [
+        *((command, "output_dir", "$HOME/o", "variables are not expanded") for command in MINIMAL),
+        *((command, "output_dir", "file", "is an existing file") for command in MINIMAL),
+        ("eval", "include_path", "gone", "there is no folder 'gone'"),
+        ("eval", "tokenizer_name_or_path", "a/b/c", "neither an existing path nor a Hub id"),
+        ("synthesize", "dataset_name", "./gone.jsonl", "does not exist"),
+        ("synthesize", "refusals_path", "gone", "does not exist"),
+        ("corpus", "language_model_path", "gone", "does not exist"),
+        ("corpus", "tokenizer_name_or_path", "./gone", "does not exist"),
+    ],
+)
+def test_paths_are_those_of_recipes(parse, monkeypatch, tmp_path, command, key, given, found) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    parse(command, MINIMAL[command])
+    with pytest.raises(ConfigError, match=found):
+        parse(command, MINIMAL[command], f"--{key}={given}")
+
+
+def test_endpoint_names_its_models(parse) -> None:
+    url = "--base_url=http://localhost:8000/v1/chat/completions"
+    config = parse("eval", MINIMAL["eval"], url, "--apply_chat_template", "--model_name_or_path=a/b:free")
+    assert config.model_name_or_path == "a/b:free"
+
+
 def test_expand_paths_expands_home_in_lists(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand_paths(["~/a", "b", None]) == [f"{tmp_path}/a", "b", None]

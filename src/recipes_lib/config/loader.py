@@ -46,8 +46,7 @@ _YAML: Final = (".yaml", ".yml")
 _EXPANDED: Final = {
     *PATH_KEYS,
     *("eval_tasks_include_path", "include_path", "dataset_mixture", "sources", "benchmarks", "benchmarks_of"),
-    *("classifier_path", "language_model_path", "perplexity_model_path", "toxicity_classifier_path", "toxic_words"),
-    *("duplicates_of", "refusals_path", "judge", "judge_prompt", "method"),
+    *("toxic_words", "duplicates_of", "judge", "method"),
 }
 """Keys of recipes and commands whose value is or contains paths, in which ``~/`` is expanded."""
 _MANY: Final = 3
