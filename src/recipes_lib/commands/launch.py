@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.config.loader import load_config, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import (
@@ -167,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     recipe = find_recipe_name(argv)
     named = ["--config", options.config, *overrides] if options.config else overrides
     # Checked once here, instead of by every process that would be started.
-    config = parse_command(recipe, named)
+    config = load_config(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
     file, document = _read_hardware(options, machines)
     port = options.main_process_port or document.get("main_process_port")
@@ -180,11 +180,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     launch = plan_launch(file, num_processes, pipeline)
-    # A text is the answer to --help or --print-config, which the recipe prints itself.
-    if not isinstance(config, str):
-        verify_combination(config, launch, str(file))
-        if not options.dry_run and not launch.layout.uses_cpu:
-            _verify_gpus(config, launch, launch.world_size // machines.num_machines)
+    verify_combination(config, launch, str(file))
+    if not options.dry_run and not launch.layout.uses_cpu:
+        _verify_gpus(config, launch, launch.world_size // machines.num_machines)
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])

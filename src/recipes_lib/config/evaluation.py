@@ -123,6 +123,4 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
     """
-    config = EvalConfig.parse(["--config", path], required=["tasks"])
-    assert not isinstance(config, str)
-    return config
+    return EvalConfig.parse(["--config", path], required=["tasks"])

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, NoReturn, Self
 
 import yaml
 
@@ -63,27 +63,23 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
         argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
 
     Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem. With ``--help`` they are
+            not read.
+        SystemExit: ``--help`` or ``--print-config`` was given, and its text printed, as in argparse.
     """
     table, problems = load_table(recipe), list[Problem]()
     command = parse_command_line(argv, table, problems)
-    return _build(command.config, _gather_entries(command, problems), table, problems)
-
-
-def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
-    """Parse a script's arguments into its configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Raises:
-        ConfigError: The configuration is invalid. With ``--help`` it is not read.
-    """
-    table = load_table(recipe)
-    wants = parse_command_line(argv, table, []).wants
-    if wants == "help":
-        return format_help(table, f"recipes/{recipe}.py {_ARGUMENTS}")
-    config = load_config(recipe, argv)
-    if wants == "print":
-        return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
+    if command.wants == "help":
+        _print_and_exit(format_help(table, f"recipes/{recipe}.py {_ARGUMENTS}"))
+    config = _build(command.config, _gather_entries(command, problems), table, problems)
+    if command.wants == "print":
+        _print_and_exit(_format_values(table, list_sections(config) | dict(config.training), config.provenance))
     return config
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    sys.stdout.write(f"{text}\n")
+    raise SystemExit(EXIT_DONE)
 
 
 def format_help(table: KeyTable, usage: str) -> str:
@@ -154,9 +150,7 @@ def _guess_recipe(config: Path | None) -> str:
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
-    """Load the configuration of a command's run.
-
-    ``--help`` and ``--print-config`` print their text and exit, as in argparse.
+    """Load the configuration of a command's run, as ``load_config``.
 
     Args:
         recipe: Name of the recipe, such as that of ``split_recipe``.
@@ -167,25 +161,7 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
         ConfigError: The configuration is invalid; lists every problem.
         SystemExit: ``--help`` or ``--print-config`` was given.
     """
-    return exit_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
-
-
-Parsed = TypeVar("Parsed")
-
-
-def exit_after_help(parsed: Parsed | str) -> Parsed:
-    """Return a configuration, or print the text of ``--help`` or ``--print-config`` and exit.
-
-    Args:
-        parsed: Result of ``parse_command`` or ``CommandConfig.parse``.
-
-    Raises:
-        SystemExit: ``parsed`` is a text.
-    """
-    if isinstance(parsed, str):
-        sys.stdout.write(f"{parsed}\n")
-        raise SystemExit(EXIT_DONE)
-    return parsed
+    return load_config(recipe, [*(["--config", config] if config else []), *overrides])
 
 
 def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
@@ -245,7 +221,7 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
         elif name == "config":
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
         elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
-            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
+            command.entries.append(Entry(name, node, flag, flag=True))
         seen.add(name)
     return command
 
@@ -270,10 +246,6 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
         if name not in names:
             kept += before[: len(before) - len(arguments)]
     return kept
-
-
-def _locate_flag(flag: str, _: yaml.Node) -> str:
-    return flag
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
@@ -314,7 +286,14 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
         problems.extend(rule(settings))
     if problems:
         raise ConfigError(*_in_order(problems, path))
-    return _assemble(path, settings)
+    values, provenance = _resolve(settings)
+    sections = {
+        name: section(
+            **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
+        )
+        for name, section in SECTIONS.items()
+    }
+    return RecipeConfig(recipe=table.recipe, path=path, training=values, provenance=provenance, **sections)
 
 
 def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry]:
@@ -394,17 +373,6 @@ def _resolve(settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
             values.pop(row["key"], None)
             values |= {row["key"]: row["becomes"]} if "becomes" in row else {}
     return values, provenance
-
-
-def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
-    values, provenance = _resolve(settings)
-    sections = {
-        name: section(
-            **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
-        )
-        for name, section in SECTIONS.items()
-    }
-    return RecipeConfig(recipe=settings.table.recipe, path=path, training=values, provenance=provenance, **sections)
 
 
 def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
@@ -512,8 +480,8 @@ class CommandConfig:
     path: Path | None = None
 
     @classmethod
-    def parse(cls, argv: Sequence[str], required: Sequence[str] = ()) -> Self | str:
-        """Parse the arguments of the command, or return the text of ``--help`` or ``--print-config``.
+    def parse(cls, argv: Sequence[str], required: Sequence[str] = ()) -> Self:
+        """Parse the arguments of the command.
 
         Args:
             argv: Command-line arguments.
@@ -521,11 +489,12 @@ class CommandConfig:
 
         Raises:
             ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
+            SystemExit: ``--help`` or ``--print-config`` was given, and its text printed.
         """
         table, problems = load_table(cls.TABLE), list[Problem]()
         command = parse_command_line(argv, table, problems)
         if command.wants == "help":
-            return format_help(table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}")
+            _print_and_exit(format_help(table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}"))
         entries = _gather_entries(command, problems)
         settings = _read_settings(command.config, entries, table, problems)
         for key in required or table.required:
@@ -538,9 +507,9 @@ class CommandConfig:
             problems += config.find_problems(settings)
         if problems:
             raise ConfigError(*_in_order(problems, command.config))
-        if command.wants != "print":
-            return config
-        return _format_values(table, values, provenance)
+        if command.wants == "print":
+            _print_and_exit(_format_values(table, values, provenance))
+        return config
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Return problems of the configuration as a whole; a command without any has none."""
