@@ -19,9 +19,8 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.quantities import pluralize
-from recipes_lib.report.run_files import Score, list_scores, read_run
+from recipes_lib.report.run_files import Record, Score, list_scores, read_run
 
-Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -99,9 +99,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
     is_rewritten = text is not None and (path.suffix == ".sh" or is_command(text))
     if text is not None and is_rewritten:
-        command = parse_command_text(text, str(path))
-        names, launcher = [command.script], command.launcher
-        text = _dump(flatten_sections(command.values))
+        script, flags, launcher = parse_command_text(text, str(path))
+        names, text = [script], _dump(flatten_sections(flags))
     entries = [] if text is None else read_entries(text, str(path), problems)
     values = {entry.key: plain_value(entry.node) for entry in entries}
     # Edits replace whole lines, those of JSON end with commas, and those of sections are indented.
@@ -221,8 +220,7 @@ class _Rewriter:
         """Add keys that the old file left to the script or to upstream's defaults."""
         if method.loss_type:
             self.added["loss_type"] = method.loss_type
-            what = f"added `loss_type: {method.loss_type}`: {method.why}"
-            self.changes.append(Change(0, what))
+            self.changes.append(Change(0, f"added `loss_type: {method.loss_type}`: {method.why}"))
         if method.loss_type == "orpo":
             what = "ORPO's NLL term covers the chosen answer only, as in the paper; TRL's also covers the prompt"
             self.changes.append(Change(0, what, by_hand=True))
