@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.errors import list_first
+from recipes_lib.files import flatten_numbers
 from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
 from recipes_lib.report.charts import METRICS, draw_charts
 from recipes_lib.report.html_pages import write_page
@@ -76,7 +77,8 @@ def build_report(run_dir: Path) -> Path:
                 f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
                 for one in verdict["by_length_difference"]
             }
-            verdict_rows += _list_numbers({**verdict, "by_length_difference": lengths})
+            numbers = flatten_numbers({**verdict, "by_length_difference": lengths})
+            verdict_rows += [(name, f"{number:.4g}") for name, number in numbers]
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
         *_compare_ends(run.train, METRICS["rl"]),
@@ -155,15 +157,6 @@ def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
     ]
 
 
-def _list_numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the numbers of a nested record by their dotted names."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _list_numbers(value, f"{prefix}{name}.")
-        elif (number := read_number(record, name)) is not None:
-            yield f"{prefix}{name}", f"{number:.4g}"
-
-
 def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
     for score in list_scores(run.facts):
         error = "" if score.stderr is None else f"± {1.96 * score.stderr:.3f}, "
@@ -201,15 +194,23 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
         answers = by_prompt[prompt]
         # One answer if the prompt was sampled at one step only.
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
-        reference = ends[-1].get("reference")
-        paired.append(
-            {
-                "prompt": shorten(prompt),
-                "reference": None if reference is None else shorten(str(reference)),
-                "answers": [show_answer(answer, steps, ends[0]) for answer in ends],
-            }
-        )
+        paired.append(show_prompt(ends[-1], [show_answer(answer, steps, ends[0]) for answer in ends]))
     return paired
+
+
+def show_prompt(sample: Record, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the variables of a prompt on a page: its text and reference in a line of ``samples.jsonl``, and answers.
+
+    Args:
+        sample: Line of ``samples.jsonl``.
+        answers: Results of ``show_answer``.
+    """
+    reference = sample.get("reference")
+    return {
+        "prompt": shorten(str(sample.get("prompt", ""))),
+        "reference": None if reference is None else shorten(str(reference)),
+        "answers": answers,
+    }
 
 
 def _describe_samples(samples: Sequence[Record], steps: Sequence[int]) -> str:
