@@ -108,7 +108,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     Raises:
         ConfigError: As ``main``.
     """
-    recipe = find_recipe_name(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
+    recipe = find_recipe_name(options.recipe, options.config)
     place = ["--output_dir", options.output_dir] if options.output_dir else []
     if not {"--print-config", "--print_config"}.isdisjoint(overrides):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))

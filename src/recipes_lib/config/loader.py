@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -115,45 +114,36 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
     return "\n".join(lines).strip()
 
 
-def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
-    """Return the recipe of a command, and the remaining arguments.
+def choose_recipe(recipe: str | None, config: str | None, recipes: Sequence[str] = RECIPE_NAMES) -> str:
+    """Return the recipe of a command.
 
     The recipe is that of ``--recipe``, else the first word of the configuration's file name (``pretrain_long.yaml``),
     else ``corpus`` if the file has the key ``sources`` and the command supports it, else ``sft``.
 
     Args:
-        argv: Command-line arguments.
+        recipe: Value of ``--recipe``.
+        config: Value of ``--config``.
         recipes: Recipes that the command supports; ``check`` and ``plan`` also support ``corpus``.
 
     Raises:
         ConfigError: ``--recipe`` is not one of ``recipes``.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe")
-    options, rest = parser.parse_known_args(argv)
-    # Added after the first pass, so that --config stays in `rest`.
-    parser.add_argument("--config", type=Path)
-    config = parser.parse_known_args(rest)[0].config
-    named = config.stem.split("_")[0] if config else ""
-    recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")
-    if recipe not in recipes:
-        remedy = suggest(recipe, recipes, f"write one of {', '.join(recipes)}")
-        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", remedy))
-    return recipe, rest
-
-
-def _guess_recipe(config: Path | None) -> str:
-    """Return ``corpus`` for a file with the key ``sources``, which no other recipe has, else ``sft``."""
+    named = Path(config or "").stem.split("_")[0]
     # A file that cannot be read is reported when it is loaded.
-    text = None if config is None else read_text(config, [])
-    return "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
+    text = read_text(Path(config), []) if config and "corpus" in recipes else None
+    guessed = "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
+    chosen = recipe or (named if named in recipes else guessed)
+    if chosen not in recipes:
+        remedy = suggest(chosen, recipes, f"write one of {', '.join(recipes)}")
+        raise ConfigError(Problem("--recipe", f"there is no recipe {chosen!r}", remedy))
+    return chosen
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
     """Load the configuration of a command's run, as ``load_config``.
 
     Args:
-        recipe: Name of the recipe, such as that of ``split_recipe``.
+        recipe: Name of the recipe, such as that of ``choose_recipe``.
         overrides: The remaining ``--key value`` flags.
         config: Path of the YAML file, if the command has parsed ``--config`` itself.
 
