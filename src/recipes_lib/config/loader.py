@@ -422,7 +422,7 @@ def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
 def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
-    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    names = [key.value for key, _ in node.value]
     known = table.keys.keys() | read_known(table.recipe).keys()
     return [name for name in names if name in known or read_synonyms().get(name) in known]
 

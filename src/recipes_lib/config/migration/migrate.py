@@ -390,20 +390,17 @@ def _name_reward(name: Any) -> Any:
 def _position(entry: Entry) -> tuple[int, int]:
     """Return line and column of a key, both from 0."""
     assert entry.key_node is not None
-    mark = entry.key_node.start_mark
-    assert mark is not None
-    return int(mark.line), int(mark.column)
+    return entry.key_node.start_mark.line, entry.key_node.start_mark.column
 
 
 def _last_line(node: yaml.Node, first: int) -> int:
     """Return the last line of a value, from 0: PyYAML's end mark of a block is after the comments that follow it."""
-    assert node.end_mark is not None
     if isinstance(node, yaml.ScalarNode):
         # The end mark of a block scalar, and any end mark at column 0, is on the line after the value.
         inside = node.style in ("|", ">") or node.end_mark.column == 0
-        return max(first, int(node.end_mark.line) - (1 if inside else 0))
+        return max(first, node.end_mark.line - inside)
     assert isinstance(node, yaml.CollectionNode)
     if node.flow_style:
-        return max(first, int(node.end_mark.line))
+        return max(first, node.end_mark.line)
     children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
     return max([first, *(_last_line(child, first) for child in children)])
