@@ -237,9 +237,6 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
             elif self.languages and name not in self.languages:
                 found = f"`language_thresholds` has `{name}`, and `languages` is {self.languages}"
                 yield settings.problem("language_thresholds", found, "add the language there, or remove its threshold")
-        yield from self._find_source_problems(settings)
-
-    def _find_source_problems(self, settings: Settings) -> Iterator[Problem]:
         labels = [label_entry(entry) for entry in self.sources]
         for label, entry in zip(labels, self.sources, strict=True):
             if labels.count(label) > 1:

@@ -67,10 +67,8 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
         SystemExit: ``--help`` or ``--print-config`` was given, and its text printed, as in argparse.
     """
     table, problems = load_table(recipe), list[Problem]()
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
-        _print_and_exit(format_help(table, f"recipes/{recipe}.py {_ARGUMENTS}"))
-    config = _build(command.config, _gather_entries(command, problems), table, problems)
+    command = _read_command(argv, table, f"recipes/{recipe}.py {_ARGUMENTS}", problems)
+    config = _build(command.config, command.entries, table, problems)
     if command.wants == "print":
         _print_and_exit(_format_values(table, list_sections(config) | dict(config.training), config.provenance))
     return config
@@ -286,16 +284,19 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     return RecipeConfig(recipe=table.recipe, path=path, training=values, provenance=provenance, **sections)
 
 
-def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry]:
-    """Return the entries of the file, then those of the flags; raise ``ConfigError`` if the file is unreadable."""
-    if command.config is None:
-        return command.entries
-    text = read_text(command.config, problems)
-    entries = [] if text is None else read_entries(text, str(command.config), problems)
-    if problems and not entries:
-        # The flags cannot be validated without the file: it would report keys as missing that the file has.
-        raise ConfigError(*problems)
-    return [*entries, *command.entries]
+def _read_command(argv: Sequence[str], table: KeyTable, usage: str, problems: list[Problem]) -> CommandLine:
+    """Parse a command line, with the entries of its file before those of the flags; or print ``--help`` and exit."""
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        _print_and_exit(format_help(table, usage))
+    if command.config is not None:
+        text = read_text(command.config, problems)
+        entries = [] if text is None else read_entries(text, str(command.config), problems)
+        if problems and not entries:
+            # The flags cannot be validated without the file: it would report keys as missing that the file has.
+            raise ConfigError(*problems)
+        command.entries = [*entries, *command.entries]
+    return command
 
 
 def _read_settings(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> Settings:
@@ -482,11 +483,8 @@ class CommandConfig:
             SystemExit: ``--help`` or ``--print-config`` was given, and its text printed.
         """
         table, problems = load_table(cls.TABLE), list[Problem]()
-        command = parse_command_line(argv, table, problems)
-        if command.wants == "help":
-            _print_and_exit(format_help(table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}"))
-        entries = _gather_entries(command, problems)
-        settings = _read_settings(command.config, entries, table, problems)
+        command = _read_command(argv, table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}", problems)
+        settings = _read_settings(command.config, command.entries, table, problems)
         for key in required or table.required:
             problems += check_given(settings, key)
         values, provenance = _resolve(settings)

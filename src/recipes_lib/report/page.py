@@ -68,18 +68,17 @@ def build_report(run_dir: Path) -> Path:
     run = mark_killed(read_run(run_dir))
     charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
     reward_figures, verdict_rows = list[KeyFigure](), list[tuple[str, str]]()
-    # Fields of an untrusted or older reward_report.json may be missing or have any type.
+    # Most runs have no reward_report.json; fields of an untrusted or older one may be missing or have any type.
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):
-        if verdict is not None:
-            reward_figures = _choose_reward_figures(verdict)
-            charts.append(draw_reliability(verdict, run_dir / "report"))
-            lengths = {
-                f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
-                for one in verdict["by_length_difference"]
-            }
-            numbers = flatten_numbers({**verdict, "by_length_difference": lengths})
-            verdict_rows += [(name, f"{number:.4g}") for name, number in numbers]
-    failed_gates = verdict["failed_gates"] if verdict else ()
+        reward_figures = _choose_reward_figures(verdict)
+        charts.append(draw_reliability(verdict, run_dir / "report"))
+        lengths = {
+            f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
+            for one in verdict["by_length_difference"]
+        }
+        numbers = flatten_numbers({**verdict, "by_length_difference": lengths})
+        verdict_rows += [(name, f"{number:.4g}") for name, number in numbers]
+    failed_gates = verdict.get("failed_gates", ())
     figures = [
         *_compare_ends(run.train, METRICS["rl"]),
         *_choose_figures(run),
