@@ -25,6 +25,7 @@ from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
+    SECRET_REMEDY,
     Entry,
     Reader,
     compose,
@@ -32,7 +33,6 @@ from recipes_lib.config.values import (
     is_secret_key,
     read_entries,
     read_text,
-    refuse_secret_key,
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
@@ -394,7 +394,8 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     """
     key = entry.key
     if is_secret_key(key):
-        return refuse_secret_key(entry.where, key[:60])
+        # Without the value.
+        return Problem(entry.where, f"`{key[:60]}` would store a secret in a file", SECRET_REMEDY)
     known = read_known(table.recipe)
     if key in known:
         retired = known[key]

@@ -474,11 +474,6 @@ def _names_secret(name: str) -> bool:
     return service is not None and _KEY_OR_TOKEN.search(name, service.end()) is not None
 
 
-def refuse_secret_key(where: str, key: str) -> Problem:
-    """Return the problem of a key that names a secret; the value is not repeated."""
-    return Problem(where, f"`{key}` would store a secret in a file", SECRET_REMEDY)
-
-
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
     """Return a problem if a text in ``node`` looks like an access token; the text is not repeated."""
     # 40 hex digits are a commit in a revision, and an older W&B key elsewhere.
