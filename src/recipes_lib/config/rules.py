@@ -371,22 +371,16 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
     for index, phase in enumerate(phases):
         count = len(settings["dataset_mixture"])
         # The length first: `min` and `max` raise for an empty list.
-        is_valid = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
-        if not is_valid:
+        if len(phase["weights"]) != count or min(phase["weights"]) < 0 or max(phase["weights"]) == 0:
             found = f"phase {index} of `dataset_curriculum` has weights {phase['weights']}"
             yield Problem(where, found, f"write {count} weights of 0 or more, not all 0, in the mixture's order")
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
     """Code from the Hub is pinned to a commit."""
-    for name, revision in (
-        ("model_name_or_path", "model_revision"),
-        ("tokenizer_name_or_path", "tokenizer_revision"),
-        ("ref_model_name_or_path", "ref_model_revision"),
-        ("teacher_model_name_or_path", "teacher_model_revision"),
-    ):
-        repository = settings[name]
-        if revision == "tokenizer_revision" and settings[revision] is not None:
+    for kind in ("model", "tokenizer", "ref_model", "teacher_model"):
+        repository, revision = settings[f"{kind}_name_or_path"], f"{kind}_revision"
+        if kind == "tokenizer" and settings[revision] is not None:
             repository = repository or settings["model_name_or_path"]
         needs_commit = settings["trust_remote_code"] and repository is not None and not is_local(repository)
         if needs_commit and not COMMIT.fullmatch(settings[revision] or ""):
