@@ -133,12 +133,11 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         total = read_curve(run.train, "num_tokens")
         note = f"of {format_count(total[-1][1])} tokens seen" if total else ""
         yield KeyFigure("Tokens trained on", format_count(tokens[-1][1]), note)
-    if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
-        mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
+    if any(rates := [value for _, value in read_curve(run.train, "target_tokens_per_second")]):
+        mfu = statistics.median_high([value for _, value in read_curve(run.train, "mfu")] or [math.inf])
         # Above 1, the peak is wrong: that of a CPU is measured, possibly while other programs ran.
-        known = mfu and mfu[len(mfu) // 2] <= 1
-        note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if known else "median"
-        yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
+        note = f"{mfu:.0%} of the peak FLOPs" if mfu <= 1 else "median"
+        yield KeyFigure("Target tokens/s", format_count(statistics.median_high(rates)), note)
     if memory := read_curve(run.train, "memory_bytes"):
         yield KeyFigure("Peak memory", format_bytes(max(value for _, value in memory)), "of one process")
 

@@ -253,9 +253,7 @@ def fit_temperature(margins: Floats) -> float | None:
 
 def compute_correlation(first: Floats, second: Floats) -> float | None:
     """Return the Pearson correlation; ``None`` if one variable is constant."""
-    first, second = first - first.mean(), second - second.mean()
-    size = math.sqrt(float(first @ first) * float(second @ second))
-    return float(first @ second) / size if size else None
+    return float(np.corrcoef(first, second)[0, 1]) if np.ptp(first) and np.ptp(second) else None
 
 
 def _sigmoid(values: Floats) -> Floats:
