@@ -21,6 +21,7 @@ from recipes_lib.files import (
     atomic_folder,
     explain_write_errors,
     find_record,
+    flatten_numbers,
     fsync,
     hash_file,
     is_inside,
@@ -128,6 +129,11 @@ def test_non_finite_numbers_round_trip(tmp_path) -> None:
     assert text == '{"loss": "nan", "losses": ["-inf", 1.5], "norms": {"a": "inf"}, "step": 3, "name": "x"}'
     assert parse_number(json.loads(text)["losses"][0]) == float("-inf")
     assert [parse_number(value) for value in (1.5, 3, "1", True, None, [1])] == [1.5, 3, None, None, None, None]
+
+
+def test_numbers_of_a_nested_record_have_dotted_names() -> None:
+    record = {"a": 1, "b": {"c": "nan", "d": {"e": 0.5}, "name": "x"}, "on": True, "list": [1]}
+    assert str(dict(flatten_numbers(record))) == "{'a': 1, 'b.c': nan, 'b.d.e': 0.5}"
 
 
 def test_replace_record_is_atomic(tmp_path, monkeypatch) -> None:

@@ -138,6 +138,15 @@ def parse_number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def flatten_numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a nested record, as ``parse_number``, by their dotted names."""
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from flatten_numbers(value, f"{prefix}{name}.")
+        elif (number := parse_number(value)) is not None:
+            yield f"{prefix}{name}", number
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 

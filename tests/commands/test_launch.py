@@ -71,6 +71,15 @@ def test_one_machine_has_one_process_per_gpu(compose):
     assert args.training_script_args == ["--config", CONFIG, "--learning_rate", "2e-5"]
 
 
+def test_configuration_is_printed_instead_of_a_launch(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        launching.main(["--config", CONFIG, "--hardware", "cpu_ddp", "--dry_run", "--print-config"])
+    printed = capsys.readouterr()
+    assert printed.out.count("\nlearning_rate:") == 1
+    assert printed.err == ""
+
+
 def test_slurm_variables_replace_flags(compose):
     args = compose("--hardware", "fsdp2", environment=STEP)
     assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 2)

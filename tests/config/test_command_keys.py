@@ -22,14 +22,18 @@ REQUIRED = {
 
 @pytest.mark.parametrize("command", MINIMAL)
 class TestCommand:
-    def test_flags_override_file_and_printed_config_round_trips(self, parse, monkeypatch, tmp_path, command) -> None:
+    def test_flags_override_file_and_printed_config_round_trips(
+        self, parse, monkeypatch, tmp_path, capsys, command
+    ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         name = "num_samples" if command == "corpus" else "seed"
         flags = [f"--{name}=2", "--output_dir=~/x"]
         config = parse(command, MINIMAL[command], *flags)
         assert (getattr(config, name), config.output_dir) == (2, f"{tmp_path}/x")
         assert config.path == tmp_path / f"{command}.yaml"
-        printed = parse(command, MINIMAL[command], *flags, "--print-config")
+        with pytest.raises(SystemExit, match=r"^0$"):
+            parse(command, MINIMAL[command], *flags, "--print-config")
+        printed = capsys.readouterr().out
         lines = {line.partition(":")[0]: line for line in printed.splitlines()}
         assert lines[name].endswith(f"# --{name}")
         assert lines["model_name_or_path" if "model" in MINIMAL[command] else "sources"].endswith(f"{config.path}:1")
@@ -47,12 +51,41 @@ class TestCommand:
         }
         assert "a" * 34 not in str(caught.value)
 
-    def test_help_precedes_reading_and_unreadable_file_is_one_problem(self, tmp_path, command) -> None:
-        assert "usage: recipes " in PARSERS[command](["--config", "/gone", "--help"])
+    def test_help_precedes_reading_and_unreadable_file_is_one_problem(self, tmp_path, capsys, command) -> None:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            PARSERS[command](["--config", "/gone", "--help"])
+        assert "usage: recipes " in capsys.readouterr().out
         for name in ("gone.yaml", "."):
             with pytest.raises(ConfigError) as caught:
                 PARSERS[command](["--config", str(tmp_path / name)])
             assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "given", "found"),
+    [
+        *((command, "output_dir", "$HOME/o", "variables are not expanded") for command in MINIMAL),
+        *((command, "output_dir", "file", "is an existing file") for command in MINIMAL),
+        ("eval", "include_path", "gone", "there is no folder 'gone'"),
+        ("eval", "tokenizer_name_or_path", "a/b/c", "neither an existing path nor a Hub id"),
+        ("synthesize", "dataset_name", "./gone.jsonl", "does not exist"),
+        ("synthesize", "refusals_path", "gone", "does not exist"),
+        ("corpus", "language_model_path", "gone", "does not exist"),
+        ("corpus", "tokenizer_name_or_path", "./gone", "does not exist"),
+    ],
+)
+def test_paths_are_those_of_recipes(parse, monkeypatch, tmp_path, command, key, given, found) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    parse(command, MINIMAL[command])
+    with pytest.raises(ConfigError, match=found):
+        parse(command, MINIMAL[command], f"--{key}={given}")
+
+
+def test_endpoint_names_its_models(parse) -> None:
+    url = "--base_url=http://localhost:8000/v1/chat/completions"
+    config = parse("eval", MINIMAL["eval"], url, "--apply_chat_template", "--model_name_or_path=a/b:free")
+    assert config.model_name_or_path == "a/b:free"
 
 
 def test_expand_paths_expands_home_in_lists(monkeypatch, tmp_path) -> None:

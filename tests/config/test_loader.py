@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.config.generate import read_defaults
 
-from recipes_lib.config.loader import check_text, drop_flags, load_config, split_recipe
+from recipes_lib.config.loader import check_text, choose_recipe, drop_flags, load_config
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
 
@@ -27,19 +27,16 @@ def test_training_section_holds_explicit_keys_and_changed_defaults(write, minima
 
 
 def test_recipe_flag_takes_precedence_over_file(tmp_path: Path) -> None:
-    assert split_recipe(["--config", "dpo_long.yaml", "--seed", "7"]) == (
-        "dpo",
-        ["--config", "dpo_long.yaml", "--seed", "7"],
-    )
-    assert split_recipe(["--recipe", "reward", "--config", "dpo.yaml"]) == ("reward", ["--config", "dpo.yaml"])
-    (tmp_path / "mine.yaml").write_text("output_dir: out\nsources:\n  - {name: texts/}\n")
-    given = ["--config", str(tmp_path / "mine.yaml")]
-    assert split_recipe(given, ("sft", "corpus"))[0] == "corpus"
-    assert split_recipe(["--recipe", "sft", *given], ("sft", "corpus"))[0] == split_recipe(given, ("sft",))[0] == "sft"
-    for unreadable in (tmp_path, tmp_path / "gone.yaml", tmp_path / "mine.yaml" / "below"):
-        assert split_recipe(["--config", str(unreadable)], ("sft", "corpus"))[0] == "sft"
+    assert choose_recipe(None, "dpo_long.yaml") == "dpo"
+    assert choose_recipe("reward", "dpo.yaml") == "reward"
+    path = tmp_path / "mine.yaml"
+    path.write_text("output_dir: out\nsources:\n  - {name: texts/}\n")
+    assert choose_recipe(None, str(path), ("sft", "corpus")) == "corpus"
+    assert choose_recipe("sft", str(path), ("sft", "corpus")) == choose_recipe(None, str(path), ("sft",)) == "sft"
+    for unreadable in (tmp_path, tmp_path / "gone.yaml", path / "below"):
+        assert choose_recipe(None, str(unreadable), ("sft", "corpus")) == "sft"
     with pytest.raises(ConfigError, match="--recipe: there is no recipe 'dop'"):
-        split_recipe(["--recipe", "dop"])
+        choose_recipe("dop", None)
 
 
 def test_all_problems_are_reported_in_file_order(write) -> None:

@@ -16,7 +16,7 @@ from tests.rows import read_source, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.commands.clean import main as clean
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_config
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.formats import canonicalize, detect_format
@@ -63,7 +63,7 @@ def configs(started, monkeypatch):
     for name in ("corpus", "pretrain", "sft", "reward"):
         (folder / name).mkdir(exist_ok=True)
     return {
-        stage.name: parse_command(stage.recipe, stage.argv)
+        stage.name: load_config(stage.recipe, stage.argv)
         for stage in load_pipeline(PIPELINE).stages
         if stage.recipe not in ("corpus", "eval", "")
     }
@@ -119,7 +119,7 @@ def test_pipeline_keys_match_config_files(configs):
     """Each configuration can also be run alone in the folder of the demo."""
     files = {stage.name: stage.files[0] for stage in load_pipeline(PIPELINE).stages if stage.files}
     for name, parsed in configs.items():
-        alone = parse_command(parsed.recipe, ["--config", str(files[name])])
+        alone = load_config(parsed.recipe, ["--config", str(files[name])])
         assert (alone.training, alone.model, alone.rewards) == (parsed.training, parsed.model, parsed.rewards)
         assert alone.distillation == parsed.distillation
 

@@ -13,7 +13,6 @@ from recipes_lib.publish.card import (
     describe_effort,
     list_curve,
     list_limits,
-    name_data,
     read_events,
     trace_lineage,
     write_card,
@@ -82,7 +81,7 @@ def test_data_have_counts_and_fingerprints():
         ("eval news", "2 documents", "c" * 16),
     ]
     assert list(describe_data(record())) == []
-    assert name_data({"dataset_name": None}) == ""
+    assert trace_lineage(record(config={"dataset_name": None}))[0][-1] == ""
 
 
 def test_effort_sums_devices():

@@ -268,7 +268,7 @@ PASSING: dict[str, Any] = {
     ],
 )
 def test_gate_fails_at_its_bound(changes: dict[str, Any], words: list[str]) -> None:
-    assert check_gates(PASSING) == []
+    assert not list(check_gates(PASSING))
     (message,) = check_gates(PASSING | changes)
     assert all(word in message for word in words)
     assert ": " in message
@@ -277,7 +277,7 @@ def test_gate_fails_at_its_bound(changes: dict[str, Any], words: list[str]) -> N
 def test_gates_fail_for_nan() -> None:
     nan = math.nan
     broken = {"accuracy_low": nan, "ece": nan, "prompt_swap": {"accuracy": nan}}
-    assert len(check_gates(PASSING | broken | {"probes": {"eos_dropped": {"share_lower": nan}}})) == 5
+    assert len([*check_gates(PASSING | broken | {"probes": {"eos_dropped": {"share_lower": nan}}})]) == 5
 
 
 def test_length_biased_reward_model_fails_gates() -> None:
@@ -288,10 +288,10 @@ def test_length_biased_reward_model_fails_gates() -> None:
     half = np.zeros(4000)
     chance = {"swapped_chosen": random.normal(size=4000), "swapped_rejected": half}
     sound = make_scores(margins, half, **lengths, **chance, probes={"eos_dropped": margins - 1})
-    assert check_gates(build_reward_report(sound)) == []
+    assert not list(check_gates(build_reward_report(sound)))
 
     difference = lengths["chosen_lengths"] - lengths["rejected_lengths"]
     hacked = make_scores(difference, half, **lengths, swapped_chosen=difference, swapped_rejected=half)
-    failed = check_gates(build_reward_report(hacked))
+    failed = list(check_gates(build_reward_report(hacked)))
     assert any("preferring the longer answer" in message for message in failed)
     assert len(failed) == 4

@@ -78,7 +78,7 @@ def test_page_has_every_figure_of_the_documentation(tmp_path):
 
 def test_no_reward_report_without_held_out_pairs(reward_model, tmp_path):
     assert write_reward_report(reward_model, None, tmp_path) is None
-    assert read_reward_report(tmp_path) is None
+    assert read_reward_report(tmp_path) == {}
 
 
 @pytest.mark.usefixtures("figures")
@@ -93,4 +93,4 @@ def test_page_renders_reward_report_with_invalid_fields(failed, tmp_path, change
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_invalid_reward_report_is_none(tmp_path, content):
     (tmp_path / REWARD_FILE).write_text(content)
-    assert read_reward_report(tmp_path) is None
+    assert read_reward_report(tmp_path) == {}

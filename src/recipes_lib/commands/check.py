@@ -12,7 +12,7 @@ from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.commands.evaluate import check as check_evaluation
 from recipes_lib.commands.generated.synthesize import check as check_synthesis
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import load_for_command, split_recipe
+from recipes_lib.config.loader import choose_recipe, drop_flags, load_for_command
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
@@ -31,11 +31,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser("check")
     add_pipeline_flags(parser)
-    recipe, rest = split_recipe(argv, TABLES)
+    options, overrides = parser.parse_known_args(argv)
+    recipe = choose_recipe(options.recipe, options.config, TABLES)
     checks = {"corpus": check_corpus, "eval": check_evaluation, "synthesize": check_synthesis}
     if recipe in checks:
-        return checks[recipe](rest)
-    options, overrides = parser.parse_known_args(argv)
+        return checks[recipe](drop_flags(argv, ["recipe"]))
     if options.migrate:
         return _print_migration(options.migrate, recipe if options.recipe else None)
     config = load_for_command(recipe, overrides, options.config)

@@ -11,7 +11,6 @@ from typing import Any, Final
 from recipes_lib.commands.score import load_text_scorer
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem, verify_extra
 from recipes_lib.files import explain_write_errors
 from recipes_lib.processes import count_cores
@@ -47,7 +46,7 @@ def _parse(argv: Sequence[str]) -> CorpusConfig:
     Raises:
         ConfigError: It is invalid, or the extra ``corpus`` is not installed.
     """
-    config = exit_after_help(CorpusConfig.parse(argv))
+    config = CorpusConfig.parse(argv)
     verify_extra("recipes clean", "corpus", "datatrove", "ftfy", "trafilatura", "warcio")
     return add_evaluated(config)
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.evaluation import EvalConfig
-from recipes_lib.config.loader import exit_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, translate_exit_code, verify_extra
 from recipes_lib.files import LOCK_FILE, find_record, is_locked, link_or_copy, read_record, replace_record
 from recipes_lib.quantities import pluralize
@@ -101,7 +100,7 @@ def watch(argv: Sequence[str]) -> int:
     if not (options.run / RUN_FILE).is_file():
         remedy = "name the output_dir of a run that has started"
         raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
-    config = exit_after_help(EvalConfig.parse([f"--model_name_or_path={options.run}", *given]))
+    config = EvalConfig.parse([f"--model_name_or_path={options.run}", *given])
     asked = {key: value for key, value in config.list_values().items() if key not in _WITHOUT_EFFECT}
     sees_lock = False
     while True:
@@ -221,7 +220,7 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     given = list(argv)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
         given[0] = f"--model_name_or_path={given[0]}"
-    config = exit_after_help(EvalConfig.parse(given))
+    config = EvalConfig.parse(given)
     verify_extra("recipes eval", "eval", "lm_eval")
     return config
 

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from recipes_lib import errors
 from recipes_lib.commands.launch import PORT, find_recipe_name
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES, read_lists
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, STATUSES, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
@@ -108,11 +108,11 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     Raises:
         ConfigError: As ``main``.
     """
-    recipe = find_recipe_name(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
+    recipe = find_recipe_name(options.recipe, options.config)
     place = ["--output_dir", options.output_dir] if options.output_dir else []
-    config = parse_command(recipe, ["--config", options.config, *place, *overrides])
-    if isinstance(config, str):
+    if not {"--print-config", "--print_config"}.isdisjoint(overrides):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
+    config = load_config(recipe, ["--config", options.config, *place, *overrides])
     errors.raise_problems(_find_problems(options, options.to, [options.config]), "recipes job", ConfigError)
     output_dir = str(config.training["output_dir"])
     if options.to != "slurm":

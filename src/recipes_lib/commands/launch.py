@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from recipes_lib import errors
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import parse_command, split_recipe
+from recipes_lib.config.loader import choose_recipe, load_config
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import STATUSES, ConfigError, Problem
@@ -143,10 +143,10 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("launch")
     add_pipeline_flags(parser)
     options, overrides = parser.parse_known_args(argv)
-    recipe = find_recipe_name(argv)
+    recipe = find_recipe_name(options.recipe, options.config)
     named = ["--config", options.config, *overrides] if options.config else overrides
     # Checked once here, instead of by every process that would be started.
-    config = parse_command(recipe, named)
+    config = load_config(recipe, named)
     machines = _resolve_machines(options, find_machines(read_environment()))
     file, document = _read_hardware(options, machines)
     port = options.main_process_port or document.get("main_process_port")
@@ -159,11 +159,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     launch = plan_launch(file, num_processes, pipeline)
-    # A text is the answer to --help or --print-config, which the recipe prints itself.
-    if not isinstance(config, str):
-        verify_combination(config, launch, str(file))
-        if not options.dry_run and not launch.layout.uses_cpu:
-            _verify_gpus(config, launch, launch.world_size // machines.num_machines)
+    verify_combination(config, launch, str(file))
+    if not options.dry_run and not launch.layout.uses_cpu:
+        _verify_gpus(config, launch, launch.world_size // machines.num_machines)
     command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, launch)
     variables = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     line = shlex.join([*variables, *command])
@@ -210,18 +208,18 @@ def _verify_gpus(config: RecipeConfig, launch: Launch, num_here: int) -> None:
         raise ConfigError(Problem("--num_processes", found, "omit it for one process per GPU (CUDA_VISIBLE_DEVICES)"))
 
 
-def find_recipe_name(argv: Sequence[str]) -> str:
-    """Return the recipe of a command line, as ``split_recipe``.
+def find_recipe_name(recipe: str | None, config: str | None) -> str:
+    """Return the recipe of a command that trains, as ``choose_recipe``.
 
     Raises:
         ConfigError: There is no such recipe, or it does not train and has a command of its own.
     """
-    recipe, _ = split_recipe(argv, TABLES)
-    if recipe not in RECIPE_NAMES:
-        command = {"corpus": "clean"}.get(recipe, recipe)
+    chosen = choose_recipe(recipe, config, TABLES)
+    if chosen not in RECIPE_NAMES:
+        command = {"corpus": "clean"}.get(chosen, chosen)
         remedy = f"run `recipes {command}`, or write --recipe sft"
-        raise ConfigError(Problem("--config", f"is for {recipe}, which does not train", remedy))
-    return recipe
+        raise ConfigError(Problem("--config", f"is for {chosen}, which does not train", remedy))
+    return chosen
 
 
 def _execute(command: Sequence[str], *, is_alone: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import load_for_command, split_recipe
+from recipes_lib.config.loader import choose_recipe, load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.files import explain_write_errors
 
@@ -35,7 +35,7 @@ def prepare(argv: Sequence[str]) -> None:
         DataError: The data cannot be read or tokenised.
     """
     options, overrides = CommandParser("prepare").parse_known_args(argv)
-    config = load_for_command(split_recipe(argv)[0], overrides, options.config)
+    config = load_for_command(choose_recipe(options.recipe, options.config), overrides, options.config)
     started = time.monotonic()
     summary, is_new, places = _prepare(config)
     from rich.console import Console
@@ -91,7 +91,7 @@ def preview(argv: Sequence[str]) -> None:
         DataError: As ``build_preview``.
     """
     options, overrides = CommandParser("preview").parse_known_args(argv)
-    config = load_for_command(split_recipe(argv)[0], overrides, options.config)
+    config = load_for_command(choose_recipe(options.recipe, options.config), overrides, options.config)
     from rich.console import Console
 
     from recipes_lib.data.packed.preview import build_preview, render_text

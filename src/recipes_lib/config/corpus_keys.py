@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
 from recipes_lib.config.loader import CommandConfig
-from recipes_lib.config.paths import check_exists, looks_local
 from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
@@ -218,9 +217,6 @@ class MixtureKeys:
     """Maximum passes over a source; its remaining share goes to the other sources."""
 
 
-_MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys, CommandConfig):
     """Configuration of a corpus."""
@@ -241,13 +237,6 @@ class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys,
             elif self.languages and name not in self.languages:
                 found = f"`language_thresholds` has `{name}`, and `languages` is {self.languages}"
                 yield settings.problem("language_thresholds", found, "add the language there, or remove its threshold")
-        for key in ("tokenizer_name_or_path", *_MODELS):
-            path = settings[key]
-            if path and (key in _MODELS or looks_local(path)):
-                yield from check_exists(settings.where(key), key, path)
-        yield from self._find_source_problems(settings)
-
-    def _find_source_problems(self, settings: Settings) -> Iterator[Problem]:
         labels = [label_entry(entry) for entry in self.sources]
         for label, entry in zip(labels, self.sources, strict=True):
             if labels.count(label) > 1:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes_lib.config.loader import CommandConfig
-from recipes_lib.config.paths import check_folders, check_reference
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
 
@@ -101,25 +100,17 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys, CommandConf
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Yield problems of the configuration as a whole."""
         name = self.model_name_or_path
-        yield from check_folders("include_path", settings)
-        if self.is_chat_endpoint:
-            if not self.apply_chat_template:
-                remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
-                yield settings.problem("base_url", "a chat endpoint expects messages", remedy)
-        elif self.base_url is not None:
-            if self.tokenizer_name_or_path is None:
-                remedy = "name the tokenizer of the model that the endpoint serves"
-                yield settings.problem(
-                    "base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy
-                )
-        elif name:
-            yield from check_reference(settings.where("model_name_or_path"), "model_name_or_path", name)
-        if self.tokenizer_name_or_path is not None:
-            where = settings.where("tokenizer_name_or_path")
-            yield from check_reference(where, "tokenizer_name_or_path", self.tokenizer_name_or_path)
-            if self.trust_remote_code and not is_local(self.tokenizer_name_or_path):
-                found = f"`trust_remote_code` would run code of {self.tokenizer_name_or_path}, which may change"
-                yield Problem(where, found, "download the commit that you have reviewed, and name its folder")
+        if self.is_chat_endpoint and not self.apply_chat_template:
+            remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
+            yield settings.problem("base_url", "a chat endpoint expects messages", remedy)
+        if self.base_url is not None and not self.is_chat_endpoint and self.tokenizer_name_or_path is None:
+            remedy = "name the tokenizer of the model that the endpoint serves"
+            yield settings.problem("base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy)
+        tokenizer = self.tokenizer_name_or_path
+        if tokenizer is not None and self.trust_remote_code and not is_local(tokenizer):
+            found = f"`trust_remote_code` would run code of {tokenizer}, which may change"
+            remedy = "download the commit that you have reviewed, and name its folder"
+            yield settings.problem("tokenizer_name_or_path", found, remedy)
         if name and self.output_dir is None and (self.base_url is not None or not is_local(name)):
             yield settings.problem(
                 "output_dir", "the model has no folder here for the results", "write output_dir: ..."
@@ -132,6 +123,4 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
     """
-    config = EvalConfig.parse(["--config", path], required=["tasks"])
-    assert not isinstance(config, str)
-    return config
+    return EvalConfig.parse(["--config", path], required=["tasks"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
@@ -14,7 +13,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, NoReturn, Self
 
 import yaml
 
@@ -26,6 +25,7 @@ from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
+    SECRET_REMEDY,
     Entry,
     Reader,
     compose,
@@ -33,7 +33,6 @@ from recipes_lib.config.values import (
     is_secret_key,
     read_entries,
     read_text,
-    refuse_secret_key,
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
@@ -46,8 +45,7 @@ _YAML: Final = (".yaml", ".yml")
 _EXPANDED: Final = {
     *PATH_KEYS,
     *("eval_tasks_include_path", "include_path", "dataset_mixture", "sources", "benchmarks", "benchmarks_of"),
-    *("classifier_path", "language_model_path", "perplexity_model_path", "toxicity_classifier_path", "toxic_words"),
-    *("duplicates_of", "refusals_path", "judge", "judge_prompt", "method"),
+    *("toxic_words", "duplicates_of", "judge", "method"),
 }
 """Keys of recipes and commands whose value is or contains paths, in which ``~/`` is expanded."""
 _MANY: Final = 3
@@ -64,27 +62,21 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
         argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
 
     Raises:
-        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem. With ``--help`` they are
+            not read.
+        SystemExit: ``--help`` or ``--print-config`` was given, and its text printed, as in argparse.
     """
     table, problems = load_table(recipe), list[Problem]()
-    command = parse_command_line(argv, table, problems)
-    return _build(command.config, _gather_entries(command, problems), table, problems)
-
-
-def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
-    """Parse a script's arguments into its configuration, or return the text of ``--help`` or ``--print-config``.
-
-    Raises:
-        ConfigError: The configuration is invalid. With ``--help`` it is not read.
-    """
-    table = load_table(recipe)
-    wants = parse_command_line(argv, table, []).wants
-    if wants == "help":
-        return format_help(table, f"recipes/{recipe}.py {_ARGUMENTS}")
-    config = load_config(recipe, argv)
-    if wants == "print":
-        return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
+    command = _read_command(argv, table, f"recipes/{recipe}.py {_ARGUMENTS}", problems)
+    config = _build(command.config, command.entries, table, problems)
+    if command.wants == "print":
+        _print_and_exit(_format_values(table, list_sections(config) | dict(config.training), config.provenance))
     return config
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    sys.stdout.write(f"{text}\n")
+    raise SystemExit(EXIT_DONE)
 
 
 def format_help(table: KeyTable, usage: str) -> str:
@@ -120,47 +112,36 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
     return "\n".join(lines).strip()
 
 
-def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
-    """Return the recipe of a command, and the remaining arguments.
+def choose_recipe(recipe: str | None, config: str | None, recipes: Sequence[str] = RECIPE_NAMES) -> str:
+    """Return the recipe of a command.
 
     The recipe is that of ``--recipe``, else the first word of the configuration's file name (``pretrain_long.yaml``),
     else ``corpus`` if the file has the key ``sources`` and the command supports it, else ``sft``.
 
     Args:
-        argv: Command-line arguments.
+        recipe: Value of ``--recipe``.
+        config: Value of ``--config``.
         recipes: Recipes that the command supports; ``check`` and ``plan`` also support ``corpus``.
 
     Raises:
         ConfigError: ``--recipe`` is not one of ``recipes``.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe")
-    options, rest = parser.parse_known_args(argv)
-    # Added after the first pass, so that --config stays in `rest`.
-    parser.add_argument("--config", type=Path)
-    config = parser.parse_known_args(rest)[0].config
-    named = config.stem.split("_")[0] if config else ""
-    recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")
-    if recipe not in recipes:
-        remedy = suggest(recipe, recipes, f"write one of {', '.join(recipes)}")
-        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", remedy))
-    return recipe, rest
-
-
-def _guess_recipe(config: Path | None) -> str:
-    """Return ``corpus`` for a file with the key ``sources``, which no other recipe has, else ``sft``."""
+    named = Path(config or "").stem.split("_")[0]
     # A file that cannot be read is reported when it is loaded.
-    text = None if config is None else read_text(config, [])
-    return "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
+    text = read_text(Path(config), []) if config and "corpus" in recipes else None
+    guessed = "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
+    chosen = recipe or (named if named in recipes else guessed)
+    if chosen not in recipes:
+        remedy = suggest(chosen, recipes, f"write one of {', '.join(recipes)}")
+        raise ConfigError(Problem("--recipe", f"there is no recipe {chosen!r}", remedy))
+    return chosen
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
-    """Load the configuration of a command's run.
-
-    ``--help`` and ``--print-config`` print their text and exit, as in argparse.
+    """Load the configuration of a command's run, as ``load_config``.
 
     Args:
-        recipe: Name of the recipe, such as that of ``split_recipe``.
+        recipe: Name of the recipe, such as that of ``choose_recipe``.
         overrides: The remaining ``--key value`` flags.
         config: Path of the YAML file, if the command has parsed ``--config`` itself.
 
@@ -168,25 +149,7 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
         ConfigError: The configuration is invalid; lists every problem.
         SystemExit: ``--help`` or ``--print-config`` was given.
     """
-    return exit_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
-
-
-Parsed = TypeVar("Parsed")
-
-
-def exit_after_help(parsed: Parsed | str) -> Parsed:
-    """Return a configuration, or print the text of ``--help`` or ``--print-config`` and exit.
-
-    Args:
-        parsed: Result of ``parse_command`` or ``CommandConfig.parse``.
-
-    Raises:
-        SystemExit: ``parsed`` is a text.
-    """
-    if isinstance(parsed, str):
-        sys.stdout.write(f"{parsed}\n")
-        raise SystemExit(EXIT_DONE)
-    return parsed
+    return load_config(recipe, [*(["--config", config] if config else []), *overrides])
 
 
 def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
@@ -246,7 +209,7 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
         elif name == "config":
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
         elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
-            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
+            command.entries.append(Entry(name, node, flag, flag=True))
         seen.add(name)
     return command
 
@@ -271,10 +234,6 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
         if name not in names:
             kept += before[: len(before) - len(arguments)]
     return kept
-
-
-def _locate_flag(flag: str, _: yaml.Node) -> str:
-    return flag
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
@@ -315,19 +274,29 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
         problems.extend(rule(settings))
     if problems:
         raise ConfigError(*_in_order(problems, path))
-    return _assemble(path, settings)
+    values, provenance = _resolve(settings)
+    sections = {
+        name: section(
+            **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
+        )
+        for name, section in SECTIONS.items()
+    }
+    return RecipeConfig(recipe=table.recipe, path=path, training=values, provenance=provenance, **sections)
 
 
-def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry]:
-    """Return the entries of the file, then those of the flags; raise ``ConfigError`` if the file is unreadable."""
-    if command.config is None:
-        return command.entries
-    text = read_text(command.config, problems)
-    entries = [] if text is None else read_entries(text, str(command.config), problems)
-    if problems and not entries:
-        # The flags cannot be validated without the file: it would report keys as missing that the file has.
-        raise ConfigError(*problems)
-    return [*entries, *command.entries]
+def _read_command(argv: Sequence[str], table: KeyTable, usage: str, problems: list[Problem]) -> CommandLine:
+    """Parse a command line, with the entries of its file before those of the flags; or print ``--help`` and exit."""
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        _print_and_exit(format_help(table, usage))
+    if command.config is not None:
+        text = read_text(command.config, problems)
+        entries = [] if text is None else read_entries(text, str(command.config), problems)
+        if problems and not entries:
+            # The flags cannot be validated without the file: it would report keys as missing that the file has.
+            raise ConfigError(*problems)
+        command.entries = [*entries, *command.entries]
+    return command
 
 
 def _read_settings(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> Settings:
@@ -397,17 +366,6 @@ def _resolve(settings: Settings) -> tuple[dict[str, Any], dict[str, str]]:
     return values, provenance
 
 
-def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
-    values, provenance = _resolve(settings)
-    sections = {
-        name: section(
-            **{field.name: values.pop(field.name) for field in dataclasses.fields(section) if field.name in values}
-        )
-        for name, section in SECTIONS.items()
-    }
-    return RecipeConfig(recipe=settings.table.recipe, path=path, training=values, provenance=provenance, **sections)
-
-
 def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
     """Merge similar problems, and sort those of the file by line; those of flags and missing keys follow in order."""
 
@@ -436,7 +394,8 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     """
     key = entry.key
     if is_secret_key(key):
-        return refuse_secret_key(entry.where, key[:60])
+        # Without the value.
+        return Problem(entry.where, f"`{key[:60]}` would store a secret in a file", SECRET_REMEDY)
     known = read_known(table.recipe)
     if key in known:
         retired = known[key]
@@ -465,7 +424,7 @@ def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
 def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
-    names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    names = [key.value for key, _ in node.value]
     known = table.keys.keys() | read_known(table.recipe).keys()
     return [name for name in names if name in known or read_synonyms().get(name) in known]
 
@@ -513,8 +472,8 @@ class CommandConfig:
     path: Path | None = None
 
     @classmethod
-    def parse(cls, argv: Sequence[str], required: Sequence[str] = ()) -> Self | str:
-        """Parse the arguments of the command, or return the text of ``--help`` or ``--print-config``.
+    def parse(cls, argv: Sequence[str], required: Sequence[str] = ()) -> Self:
+        """Parse the arguments of the command.
 
         Args:
             argv: Command-line arguments.
@@ -522,13 +481,11 @@ class CommandConfig:
 
         Raises:
             ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
+            SystemExit: ``--help`` or ``--print-config`` was given, and its text printed.
         """
         table, problems = load_table(cls.TABLE), list[Problem]()
-        command = parse_command_line(argv, table, problems)
-        if command.wants == "help":
-            return format_help(table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}")
-        entries = _gather_entries(command, problems)
-        settings = _read_settings(command.config, entries, table, problems)
+        command = _read_command(argv, table, cls.USAGE or f"recipes {cls.TABLE} {_ARGUMENTS}", problems)
+        settings = _read_settings(command.config, command.entries, table, problems)
         for key in required or table.required:
             problems += check_given(settings, key)
         values, provenance = _resolve(settings)
@@ -539,9 +496,9 @@ class CommandConfig:
             problems += config.find_problems(settings)
         if problems:
             raise ConfigError(*_in_order(problems, command.config))
-        if command.wants != "print":
-            return config
-        return _format_values(table, values, provenance)
+        if command.wants == "print":
+            _print_and_exit(_format_values(table, values, provenance))
+        return config
 
     def find_problems(self, settings: Settings) -> Iterator[Problem]:
         """Return problems of the configuration as a whole; a command without any has none."""

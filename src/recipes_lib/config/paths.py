@@ -25,10 +25,15 @@ REFERENCES: Final = (
     *("replay_dataset", "ewc_reference"),
 )
 """Keys whose value is a path or a Hub id."""
+_EXISTING: Final = (
+    *("replay_from", "chat_template_path", "expected_curve", "refusals_path", "judge_prompt"),
+    *("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path"),
+)
+"""Keys whose value is a path that must exist."""
 VARIABLE: Final = re.compile(r"\$[\w{]")
 NO_VARIABLES = "variables are not expanded in a file: write the value, or pass it as a flag, which the shell expands"
 _OUTPUTS = ("output_dir", "prepared_dir")
-PATH_KEYS: Final = (*REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", "expected_curve", *_OUTPUTS)
+PATH_KEYS: Final = (*REFERENCES, *_EXISTING, "dataset_test_split", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
 
 
@@ -55,15 +60,15 @@ def names_path(dataset_test_split: str) -> bool:
 def check_paths(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
     for key in REFERENCES:
-        # `gives` is false for an invalid value, which has a problem already.
-        if settings.gives(key):
+        # `gives` is false for an invalid value, which has a problem already. An endpoint has names of its own.
+        if settings.gives(key) and not (key == "model_name_or_path" and settings["base_url"]):
             yield from check_reference(settings.where(key), key, settings[key])
     for index, entry in enumerate(settings["dataset_mixture"] or []):
         where = _locate_entry(settings, index)
         yield from check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
     for name, entry in (settings["eval_datasets"] or {}).items():
         yield from check_reference(settings.where("eval_datasets"), f"eval_datasets.{name}", entry["name"])
-    for key in ("replay_from", "dataset_test_split", "chat_template_path", "expected_curve"):
+    for key in (*_EXISTING, "dataset_test_split"):
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
             yield from check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
@@ -118,11 +123,12 @@ def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
         yield MissingPath(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
 
-def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for each item of a list that is not an existing folder."""
-    for folder in settings[key] or ():
-        if not (is_local(folder) and Path(folder).is_dir()):
-            yield MissingPath(settings.where(key), f"there is no folder {folder[:120]!r}", "correct the path")
+def check_folders(settings: Settings) -> Iterator[Problem]:
+    """Folders of task files exist."""
+    for key in ("eval_tasks_include_path", "include_path"):
+        for folder in settings[key] or ():
+            if not (is_local(folder) and Path(folder).is_dir()):
+                yield MissingPath(settings.where(key), f"there is no folder {folder[:120]!r}", "correct the path")
 
 
 def suggest_sibling(text: str) -> str:

@@ -29,9 +29,7 @@ def read_harmless() -> tuple[str, ...]:
 
 @functools.cache
 def read_refused(recipe: str) -> Mapping[str, Retired]:
-    """Return the keys of upstream or other recipes that a recipe rejects; empty for ``corpus`` and other commands."""
-    if recipe not in RECIPE_NAMES:
-        return {}
+    """Return the keys of upstream or other recipes that a recipe rejects."""
     return build_retired(entry for entry in _read()["refused"] if recipe in entry.get("recipes", recipe).split())
 
 
@@ -72,8 +70,8 @@ class Meaning:
         there: Upstream's meaning.
         here: Meaning here.
         advice: How to keep upstream's meaning, as a clause; ``None`` if there is no choice.
-        keys: Affects files with at least one of these keys; empty: all files.
-        unless: Does not affect files with one of these keys.
+        keys: Names, separated by spaces: affects files with at least one of these keys; empty: all files.
+        unless: Names, separated by spaces: does not affect files with one of these keys.
         decisive: Affects only recipes that have this key.
     """
 
@@ -81,14 +79,15 @@ class Meaning:
     there: str
     here: str
     advice: str | None = None
-    keys: AbstractSet[str] = frozenset()
-    unless: AbstractSet[str] = frozenset()
+    keys: str = ""
+    unless: str = ""
     decisive: str = "output_dir"
 
     def concerns(self, present: AbstractSet[str], known: AbstractSet[str]) -> bool:
         """Return whether to report it for a file with the keys ``present`` and a recipe with the keys ``known``."""
-        is_affected = not self.keys or bool(self.keys & present)
-        return self.advice is not None and self.decisive in known and is_affected and not self.unless & present
+        is_affected = not self.keys or not present.isdisjoint(self.keys.split())
+        is_affected = is_affected and present.isdisjoint(self.unless.split())
+        return self.advice is not None and self.decisive in known and is_affected
 
     def __str__(self) -> str:
         return f"{self.where}: {self.here} here, {self.there}; {self.advice}"
@@ -122,12 +121,8 @@ def read_renames() -> Renames:
         build_retired(lists["elsewhere"]),
         {(key, old): new for key, values in lists["values"].items() for old, new in values.items()},
         lists["mixture"],
-        [_build_meaning(**meaning) for meaning in lists["meanings"]],
+        [Meaning(**meaning) for meaning in lists["meanings"]],
     )
-
-
-def _build_meaning(keys: str = "", unless: str = "", **texts: Any) -> Meaning:
-    return Meaning(keys=frozenset(keys.split()), unless=frozenset(unless.split()), **texts)
 
 
 @functools.cache

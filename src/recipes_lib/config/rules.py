@@ -371,22 +371,16 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
     for index, phase in enumerate(phases):
         count = len(settings["dataset_mixture"])
         # The length first: `min` and `max` raise for an empty list.
-        is_valid = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
-        if not is_valid:
+        if len(phase["weights"]) != count or min(phase["weights"]) < 0 or max(phase["weights"]) == 0:
             found = f"phase {index} of `dataset_curriculum` has weights {phase['weights']}"
             yield Problem(where, found, f"write {count} weights of 0 or more, not all 0, in the mixture's order")
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
     """Code from the Hub is pinned to a commit."""
-    for name, revision in (
-        ("model_name_or_path", "model_revision"),
-        ("tokenizer_name_or_path", "tokenizer_revision"),
-        ("ref_model_name_or_path", "ref_model_revision"),
-        ("teacher_model_name_or_path", "teacher_model_revision"),
-    ):
-        repository = settings[name]
-        if revision == "tokenizer_revision" and settings[revision] is not None:
+    for kind in ("model", "tokenizer", "ref_model", "teacher_model"):
+        repository, revision = settings[f"{kind}_name_or_path"], f"{kind}_revision"
+        if kind == "tokenizer" and settings[revision] is not None:
             repository = repository or settings["model_name_or_path"]
         needs_commit = settings["trust_remote_code"] and repository is not None and not is_local(repository)
         if needs_commit and not COMMIT.fullmatch(settings[revision] or ""):
@@ -400,7 +394,7 @@ def _has_held_out_data(settings: Settings) -> bool:
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """What follows the held-out loss has one; metrics and callbacks are import paths; folders of tasks exist."""
+    """What follows the held-out loss has one; metrics and callbacks are import paths."""
     has_data = _has_held_out_data(settings)
     for key in ("save_strategy", "lr_scheduler_type"):
         follows = settings[key] in ("best", "reduce_lr_on_plateau", "greedy")
@@ -413,7 +407,6 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
             if not _FUNCTION.fullmatch(path.partition("(")[0]):
                 found = f"a {key.removesuffix('s')} is not an import path: {path[:60]!r}"
                 yield settings.problem(key, found, "write package.module:Class, or package.module:Class(name=value)")
-    yield from check_folders("eval_tasks_include_path", settings)
 
 
 def check_best_metric(settings: Settings) -> Iterator[Problem]:
@@ -457,9 +450,7 @@ def check_best_model(settings: Settings) -> Iterator[Problem]:
 def check_kept(settings: Settings) -> Iterator[Problem]:
     """``save_keep_steps`` is a multiple of ``save_steps``."""
     keep, every = settings["save_keep_steps"], settings["save_steps"]
-    if keep is None:
-        return
-    if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
+    if keep is not None and settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
         remedy = "write both as counts, `save_keep_steps` a multiple: only saved checkpoints can be kept"
         yield settings.problem("save_keep_steps", found, remedy)
@@ -504,10 +495,11 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_best_model,
     check_kept,
     check_paths,
+    check_folders,
 )
 _FINE_TUNING: Final = (*_RULES, check_schedule_options)
 _SAMPLING: Final = (*_FINE_TUNING, check_rewards)
-COMMAND_RULES: Final[tuple[Rule, ...]] = (check_exclusive, check_conflicts, check_dependencies)
+COMMAND_RULES: Final = (check_exclusive, check_conflicts, check_dependencies, check_paths, check_folders)
 """Rules of commands with keys of their own, beside those of ``CommandConfig.find_problems``."""
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_precision, check_curriculum),

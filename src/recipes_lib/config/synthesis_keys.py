@@ -147,8 +147,6 @@ class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, Synthesi
         is_url = (self.judge or "").startswith(("http://", "https://"))
         if is_url and "#" not in str(self.judge):
             yield settings.problem("judge", "the endpoint of the judge has no model name", f"write {self.judge}#NAME")
-        for key in ("model_name_or_path", "dataset_name", "refusals_path", "judge_prompt", "judge", "method"):
-            place = getattr(self, key)
-            is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and self.base_url is not None)
-            if place is not None and looks_local(place) and not is_elsewhere:
+        for key, place in (("judge", self.judge), ("method", self.method)):
+            if place is not None and looks_local(place) and not (key == "judge" and is_url):
                 yield from check_exists(settings.where(key), key, place)

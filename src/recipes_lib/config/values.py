@@ -53,7 +53,6 @@ class Entry:
         key: Name of the key, as written.
         node: YAML node of the value.
         where: Location of the key: ``file:line``, or the flag.
-        locate: Function that returns the location of a node inside the value.
         flag: Whether the entry is from the command line.
         is_repeated: Whether it is a flag with the value of the file.
         key_node: YAML node of the key; ``None`` for a flag.
@@ -62,10 +61,14 @@ class Entry:
     key: str
     node: yaml.Node
     where: str
-    locate: Callable[[yaml.Node], str]
     flag: bool = False
     is_repeated: bool = False
     key_node: yaml.ScalarNode | None = None
+
+    def locate(self, node: yaml.Node) -> str:
+        """Return the location of a node inside the value: its line of the file, or the flag."""
+        # `rpartition`: a path may contain colons.
+        return self.where if self.flag else f"{self.where.rpartition(':')[0]}:{node.start_mark.line + 1}"
 
 
 def read_text(path: Path, problems: list[Problem]) -> str | None:
@@ -120,15 +123,11 @@ def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:
         return []
     if root is None:
         return []
-
-    def locate(node: yaml.Node) -> str:
-        return f"{name}:{node.start_mark.line + 1}"
-
     if not isinstance(root, yaml.MappingNode):
-        found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        problems.append(Problem(locate(root), f"the file is {found}", "write one `key: value` a line"))
+        found, where = "a list" if isinstance(root, yaml.SequenceNode) else "a single value", root.start_mark.line + 1
+        problems.append(Problem(f"{name}:{where}", f"the file is {found}", "write one `key: value` a line"))
         return []
-    return [Entry(key.value, node, locate(key), locate, key_node=key) for key, node in root.value]
+    return [Entry(key.value, node, f"{name}:{key.start_mark.line + 1}", key_node=key) for key, node in root.value]
 
 
 def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = "") -> yaml.Node | None:
@@ -323,7 +322,8 @@ class Reader:
     def _refuse_scalar(self, name: str, node: yaml.ScalarNode, remedy: str) -> Any:
         if successor := read_renames().values.get((name, node.value)):
             return self._refuse(node, f"`{name}: {node.value}` is another program's value", f"write {successor}")
-        return self._refuse(node, f"`{name}` is {_show(node.value)}", remedy)
+        shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
+        return self._refuse(node, f"`{name}` is {shown!r}", remedy)
 
     def _check_bounds(self, name: str, node: yaml.Node, value: float, schema: Schema) -> Any:
         for bound, (words, holds) in _BOUNDS.items():
@@ -423,10 +423,6 @@ def _explain(text: str, schema: Schema) -> str:
     return f"write {describe(schema)}"
 
 
-def _show(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
 _KEY = re.compile(r"(^|_)(token|api_?key|apikey|password|passwd|secret|credentials?|access_key)$", re.IGNORECASE)
 _TOKEN_OF_TEXT = re.compile(
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|stop|start|end|begin|image|audio|video|think|special|separator|role)_token$",
@@ -476,11 +472,6 @@ def _names_secret(name: str) -> bool:
     """Return whether the name of an assigned value contains a service, and after it ``key`` or ``token``."""
     service = _SERVICE.search(name)
     return service is not None and _KEY_OR_TOKEN.search(name, service.end()) is not None
-
-
-def refuse_secret_key(where: str, key: str) -> Problem:
-    """Return the problem of a key that names a secret; the value is not repeated."""
-    return Problem(where, f"`{key}` would store a secret in a file", SECRET_REMEDY)
 
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:

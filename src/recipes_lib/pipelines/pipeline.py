@@ -111,13 +111,13 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     if not isinstance(document, Mapping) or not isinstance(document.get("stages"), Mapping) or not document["stages"]:
         remedy = f"write {_KEYS['pipeline']['stages']['example']}; `recipes launch {path}` starts a recipe"
         raise ConfigError(Problem(str(path), "has no mapping `stages`", remedy))
-    reader = _Reader(path)
-    reader.has_shape(str(path), document, "pipeline")
     text = output_dir or str(document.get("output_dir") or f"runs/{path.stem}")
+    folder = Path(expand_home(text))
+    reader = _Reader(path, folder)
+    reader.has_shape(str(path), document, "pipeline")
     if VARIABLE.search(text):
         reader.problems.append(Problem(f"{path}: output_dir", f"is {text[:120]!r}", NO_VARIABLES))
-    folder = Path(expand_home(text))
-    stages = reader.read(document["stages"], folder)
+    stages = reader.read(document["stages"])
     environment = reader.read_environment(document.get("environment"))
     if not reader.problems:
         return Pipeline(folder, environment, stages, {name: reader.groups[name] for name in reader.entries})
@@ -142,8 +142,8 @@ class _Known(NamedTuple):
 class _Reader:
     """Parser of stages; collects what later stages may refer to."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.problems = path, list[Problem]()
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder, self.problems = path, folder, list[Problem]()
         self.known: dict[str, _Known] = {}
         """Reference (``sft.output``, ``policy.previous``, ``round``, ``output_dir``) -> its value."""
         self.groups: dict[str, list[str]] = {}
@@ -166,11 +166,11 @@ class _Reader:
                 self._refuse(where, f"is {value!r:.60}, and references are for stages only", "write the value itself")
         return environment
 
-    def read(self, entries: Mapping[str, Any], folder: Path) -> list[Stage]:
+    def read(self, entries: Mapping[str, Any]) -> list[Stage]:
         """Parse all entries of ``stages`` in order; problems are added to ``self.problems``."""
         self.entries = set(entries)
         self.known |= {
-            "output_dir": _Known(str(folder), "${output_dir}"),
+            "output_dir": _Known(str(self.folder), "${output_dir}"),
             "here": _Known(str(self.path.resolve().parent), "${here}"),
         }
         stages: list[Stage] = []
@@ -178,13 +178,13 @@ class _Reader:
             where = f"{self.path}: {name}"
             if isinstance(entry, Mapping) and entry.get("rounds") is not None:
                 before = len(stages)
-                stages += self._read_rounds(where, entry, folder)
+                stages += self._read_rounds(where, entry)
                 self.groups[name] = [stage.name for stage in stages[before:]]
             else:
-                stages += self._read_stage(name, where, entry, folder)
+                stages += self._read_stage(name, where, entry)
         return stages
 
-    def _read_rounds(self, where: str, entry: Mapping[str, Any], folder: Path) -> Iterator[Stage]:
+    def _read_rounds(self, where: str, entry: Mapping[str, Any]) -> Iterator[Stage]:
         if not self.has_shape(where, entry, "loop"):
             return
         inner = entry.get("stages")
@@ -202,7 +202,7 @@ class _Reader:
         for number in range(1, entry["rounds"] + 1):
             self.known["round"] = _Known(str(number), str(number))
             for name, stage in inner.items():
-                yield from self._read_stage(name, f"{where}.{name}", stage, folder, f"-{number}")
+                yield from self._read_stage(name, f"{where}.{name}", stage, f"-{number}")
             for name in inner:
                 # A sweep has several outputs, none of which is the previous one.
                 self.known.pop(f"{name}.previous", None)
@@ -211,7 +211,7 @@ class _Reader:
         # `${round}` is undefined for stages after the loop.
         del self.known["round"]
 
-    def _read_stage(self, name: str, where: str, entry: Any, folder: Path, suffix: str = "") -> list[Stage]:
+    def _read_stage(self, name: str, where: str, entry: Any, suffix: str = "") -> list[Stage]:
         if (kind := self._find_kind(where, entry)) is None:
             self._remember(name, [])
             return []
@@ -227,7 +227,7 @@ class _Reader:
         for number, combination in enumerate(itertools.product(*values), 1):
             full = f"{name}{suffix}" + (f"-{number}" if matrix else "")
             keys = dict(zip(matrix, combination, strict=True))
-            stages.append(self._build(full, where, entry, kind, keys, folder))
+            stages.append(self._build(full, where, entry, kind, keys))
         self._remember(name, stages)
         return stages
 
@@ -254,9 +254,7 @@ class _Reader:
             if len(stages) == 1:
                 self.known[f"{name}.output"] = output
 
-    def _build(
-        self, name: str, where: str, entry: Mapping[str, Any], kind: str, keys: Mapping[str, Any], folder: Path
-    ) -> Stage:
+    def _build(self, name: str, where: str, entry: Mapping[str, Any], kind: str, keys: Mapping[str, Any]) -> Stage:
         def resolve(value: Any) -> _Known:
             return self._resolve(where, _write(value))
 
@@ -269,7 +267,7 @@ class _Reader:
         argv = [word for key, value in flags.items() for word in (_Known(f"--{key}", f"--{key}"), value)]
         # A recipe writes to its own `output_dir` if `set` has one.
         place = resolve(entry["output"]) if "output" in entry else flags.get("output_dir") if kind == "recipe" else None
-        output = place or _Known(str(folder / name), "")
+        output = place or _Known(str(self.folder / name), "")
         needs = [stage for word in (*words, *argv, output) for stage in word.stages]
         needs += self._find_needs(where, entry)
         identity = [kind, *(word.symbol for word in (*words, *argv, output))]
@@ -283,7 +281,7 @@ class _Reader:
             # Not in the identity, so that a moved pipeline is not run again.
             arguments += [] if "output_dir" in flags else ["--output_dir", output.text]
         files += self._find_launch(where, entry)
-        self._claim(where, name, Path(output.text), folder)
+        self._claim(where, name, Path(output.text))
         return Stage(
             name=name,
             words=[*_find_words(kind, entry, [word.text for word in words]), *arguments],
@@ -300,15 +298,15 @@ class _Reader:
             about=entry.get("about", ""),
         )
 
-    def _claim(self, where: str, name: str, output: Path, folder: Path) -> None:
+    def _claim(self, where: str, name: str, output: Path) -> None:
         """Register name and output of a stage; invalid ones and those of another stage are problems."""
         if not _NAME.fullmatch(name):
             self._refuse(where, f"{name!r} is not a folder name", "write letters, digits and -")
         # A changed stage has its output renamed: renaming the folder of `pipeline.json` would lose all stages.
-        if not output.name or folder.resolve().is_relative_to(output.resolve()):
+        if not output.name or self.folder.resolve().is_relative_to(output.resolve()):
             found = f"is {str(output)!r}, which holds the outputs of all stages"
             self._refuse(f"{where}.output", found, f"write {_KEYS['stage']['output']['example']}")
-        if output.resolve().parent == folder.resolve() and output.name in _RESERVED:
+        if output.resolve().parent == self.folder.resolve() and output.name in _RESERVED:
             found = f"writes {output}, which belongs to the pipeline"
             self._refuse(where, found, "rename the stage, or give it another `output`")
         if name in self.outputs.values():

@@ -33,6 +33,7 @@ from recipes_lib.errors import (
 from recipes_lib.files import (
     explain_write_errors,
     find_record,
+    flatten_numbers,
     name_record,
     parse_number,
     read_lines,
@@ -442,24 +443,16 @@ def list_figures(output: Path) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
-        figures |= dict(_flatten(find_record(output / file)))
+        figures |= dict(flatten_numbers(find_record(output / file)))
     for name, value in list(figures.items()):
         if score := _SCORE.fullmatch(name):
             figures[f"{score[1]}.{score[2]}"] = value
     evaluations: dict[float | None, dict[str, float]] = {}
     for event in read_lines(output / "metrics.jsonl"):
         # In order, so that the last value of each metric remains; a broken line is `None`.
-        figures |= (found := dict(_flatten(event or {})))
+        figures |= (found := dict(flatten_numbers(event or {})))
         if held_out := {name: number for name, number in found.items() if name.startswith("eval_")}:
             evaluations[found.get("step")] = held_out
         # The last event of `load_best_model_at_end`: the model of the output is that of an earlier step.
         figures |= evaluations.get(found.get("best_step"), {})
     return figures
-
-
-def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif (number := parse_number(value)) is not None:
-            yield f"{prefix}{name}", number

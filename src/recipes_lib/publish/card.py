@@ -19,9 +19,8 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.quantities import pluralize
-from recipes_lib.report.run_files import Score, list_scores, read_run
+from recipes_lib.report.run_files import Record, Score, list_scores, read_run
 
-Record = Mapping[str, Any]
 Row = tuple[str, ...]
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -254,14 +253,10 @@ def trace_lineage(record: Record) -> list[Row]:
             config = record["config"]
             start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
             name = "random weights" if start is None else _shorten(str(start))
-            rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
+            data = ", ".join(map(_name_part, _list_parts(config)))
+            rows.append((record["stage"], f"{name} at {commit}" if commit else name, data))
             record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
     return rows[::-1]
-
-
-def name_data(config: Record) -> str:
-    """Return the names of a run's datasets with revision and mixture weight; of a path, its last component."""
-    return ", ".join(map(_name_part, _list_parts(config)))
 
 
 def _list_parts(config: Record) -> list[Record]:
@@ -419,6 +414,7 @@ def _shorten(name: str) -> str:
 
 
 def _name_part(part: Record) -> str:
+    """Return the name of a dataset with revision and mixture weight; of a path, its last component."""
     name, revision = str(part["name"]), part.get("revision")
     amounts = [f" ({key} {part[key]:g})" for key in ("weight", "repeat") if part.get(key) is not None]
     return _shorten(name) + (f" at {revision}" if revision else "") + "".join(amounts)

@@ -27,21 +27,6 @@ Texts = Sequence[Sequence[int]]
 """Token ids of the texts on which models are compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Agreement of two models, as means over all positions of all texts.
-
-    Attributes:
-        mean_kl: KL(first || second) in nats per token.
-        same_choice: Fraction of the positions at which both models have the same most likely token.
-        num_tokens: Number of positions.
-    """
-
-    mean_kl: float
-    same_choice: float
-    num_tokens: int
-
-
 @torch.no_grad()
 def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """Yield the next-token log-probabilities at every position of each text, ``float32 (T, V)``, in nats.
@@ -55,10 +40,14 @@ def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> Iter
         yield model(input_ids=row, use_cache=False).logits[0].float().log_softmax(dim=-1).cpu()
 
 
-def compare(first: Sequence[Tensor], second: Iterable[Tensor]) -> Agreement:
+def compare(first: Sequence[Tensor], second: Iterable[Tensor]) -> tuple[float, float]:
     """Compare two models by their results of ``compute_next_token_logps`` on the same texts.
 
     Of the second model, they are read one after the other: those of 200 texts can take 8 GB.
+
+    Returns:
+        KL(first || second) in nats per token, and the fraction of the positions at which both models have the same most
+        likely token; both over all positions of all texts.
 
     Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_merging.py``.
     """
@@ -67,7 +56,7 @@ def compare(first: Sequence[Tensor], second: Iterable[Tensor]) -> Agreement:
         # KL(first || second) = sum over V of p (log p - log q): in float32 over V, in float64 over T.
         kl += (ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item()
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-    return Agreement(kl / num_tokens, same / num_tokens, num_tokens)
+    return kl / num_tokens, same / num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +130,10 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
     Source: ``tests/publish/test_merging.py``.
     """
     as_trained = _compute_on_quantised_base(plan, texts) if plan.compared_on != "full precision" else None
-    reference, of_base = _merge_in_float32(plan, texts, folder, as_trained)
+    reference, kl_of_base = _merge_in_float32(plan, texts, folder, as_trained)
     tokenizer.save_pretrained(folder)
     merged: Any = AutoModelForCausalLM.from_pretrained(folder)
-    agreement = compare(reference, compute_next_token_logps(merged.eval(), texts))
+    mean_kl, same_choice = compare(reference, compute_next_token_logps(merged.eval(), texts))
     return {
         "base": plan.base.model_name_or_path,
         "base_revision": plan.base.model_revision,
@@ -154,18 +143,18 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
         "compared_on": plan.compared_on,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "num_texts": len(texts),
-        "num_tokens": agreement.num_tokens,
-        "mean_kl": agreement.mean_kl,
-        "same_choice": agreement.same_choice,
-        "mean_kl_of_the_base": of_base.mean_kl,
+        "num_tokens": sum(map(len, reference)),
+        "mean_kl": mean_kl,
+        "same_choice": same_choice,
+        "mean_kl_of_the_base": kl_of_base,
         "versions": find_versions(_PACKAGES),
     }
 
 
 def _merge_in_float32(
     plan: Merge, texts: Texts, folder: Path, as_trained: list[Tensor] | None
-) -> tuple[list[Tensor], Agreement]:
-    """Write the merged model; return the log-probabilities with the adapter, and their agreement with the base alone.
+) -> tuple[list[Tensor], float]:
+    """Write the merged model; return the log-probabilities with the adapter, and their KL from the base alone.
 
     Without those on a quantised base, ``as_trained``, they are computed here.
     """
@@ -175,7 +164,7 @@ def _merge_in_float32(
     reference = list(compute_next_token_logps(model, texts)) if as_trained is None else as_trained
     # Before merging, which changes the weights of the base in place.
     with adapters_off(model):
-        of_base = compare(reference, compute_next_token_logps(model, texts))
+        kl_of_base, _ = compare(reference, compute_next_token_logps(model, texts))
     # `safe_merge`: PEFT raises on non-finite sums before it changes the weights.
     merged = model.merge_and_unload(safe_merge=True).to(plan.dtype)
     # As in ``export_model``, for fast generation.
@@ -183,7 +172,7 @@ def _merge_in_float32(
     if (plan.adapter / "generation_config.json").exists():
         merged.generation_config = GenerationConfig.from_pretrained(plan.adapter)
     merged.save_pretrained(folder)
-    return reference, of_base
+    return reference, kl_of_base
 
 
 def _compute_on_quantised_base(plan: Merge, texts: Texts) -> list[Tensor]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.errors import list_first
+from recipes_lib.files import flatten_numbers
 from recipes_lib.quantities import format_bytes, format_count, format_duration, pluralize
 from recipes_lib.report.charts import METRICS, draw_charts
 from recipes_lib.report.html_pages import write_page
@@ -67,17 +68,17 @@ def build_report(run_dir: Path) -> Path:
     run = mark_killed(read_run(run_dir))
     charts, verdict = draw_charts(run, run_dir / "report"), read_reward_report(run_dir)
     reward_figures, verdict_rows = list[KeyFigure](), list[tuple[str, str]]()
-    # Fields of an untrusted or older reward_report.json may be missing or have any type.
+    # Most runs have no reward_report.json; fields of an untrusted or older one may be missing or have any type.
     with suppress(ArithmeticError, LookupError, TypeError, ValueError):
-        if verdict is not None:
-            reward_figures = _choose_reward_figures(verdict)
-            charts.append(draw_reliability(verdict, run_dir / "report"))
-            lengths = {
-                f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
-                for one in verdict["by_length_difference"]
-            }
-            verdict_rows += _list_numbers({**verdict, "by_length_difference": lengths})
-    failed_gates = verdict["failed_gates"] if verdict else ()
+        reward_figures = _choose_reward_figures(verdict)
+        charts.append(draw_reliability(verdict, run_dir / "report"))
+        lengths = {
+            f"from {one['from']} tokens": {name: one[name] for name in ("num_pairs", "accuracy")}
+            for one in verdict["by_length_difference"]
+        }
+        numbers = flatten_numbers({**verdict, "by_length_difference": lengths})
+        verdict_rows += [(name, f"{number:.4g}") for name, number in numbers]
+    failed_gates = verdict.get("failed_gates", ())
     figures = [
         *_compare_ends(run.train, METRICS["rl"]),
         *_choose_figures(run),
@@ -132,12 +133,11 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         total = read_curve(run.train, "num_tokens")
         note = f"of {format_count(total[-1][1])} tokens seen" if total else ""
         yield KeyFigure("Tokens trained on", format_count(tokens[-1][1]), note)
-    if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
-        mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
+    if any(rates := [value for _, value in read_curve(run.train, "target_tokens_per_second")]):
+        mfu = statistics.median_high([value for _, value in read_curve(run.train, "mfu")] or [math.inf])
         # Above 1, the peak is wrong: that of a CPU is measured, possibly while other programs ran.
-        known = mfu and mfu[len(mfu) // 2] <= 1
-        note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if known else "median"
-        yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
+        note = f"{mfu:.0%} of the peak FLOPs" if mfu <= 1 else "median"
+        yield KeyFigure("Target tokens/s", format_count(statistics.median_high(rates)), note)
     if memory := read_curve(run.train, "memory_bytes"):
         yield KeyFigure("Peak memory", format_bytes(max(value for _, value in memory)), "of one process")
 
@@ -153,15 +153,6 @@ def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
             "Ready for RL", "yes" if verdict["may_serve_ppo"] else "no", f"{len(verdict['failed_gates'])} gates failed"
         ),
     ]
-
-
-def _list_numbers(record: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the numbers of a nested record by their dotted names."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _list_numbers(value, f"{prefix}{name}.")
-        elif (number := read_number(record, name)) is not None:
-            yield f"{prefix}{name}", f"{number:.4g}"
 
 
 def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
@@ -201,15 +192,23 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
         answers = by_prompt[prompt]
         # One answer if the prompt was sampled at one step only.
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
-        reference = ends[-1].get("reference")
-        paired.append(
-            {
-                "prompt": shorten(prompt),
-                "reference": None if reference is None else shorten(str(reference)),
-                "answers": [show_answer(answer, steps, ends[0]) for answer in ends],
-            }
-        )
+        paired.append(show_prompt(ends[-1], [show_answer(answer, steps, ends[0]) for answer in ends]))
     return paired
+
+
+def show_prompt(sample: Record, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the variables of a prompt on a page: its text and reference in a line of ``samples.jsonl``, and answers.
+
+    Args:
+        sample: Line of ``samples.jsonl``.
+        answers: Results of ``show_answer``.
+    """
+    reference = sample.get("reference")
+    return {
+        "prompt": shorten(str(sample.get("prompt", ""))),
+        "reference": None if reference is None else shorten(str(reference)),
+        "answers": answers,
+    }
 
 
 def _describe_samples(samples: Sequence[Record], steps: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -115,46 +115,44 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
     }
 
 
-def check_gates(report: Mapping[str, Any]) -> list[str]:
-    """Return the failed gates of a reward model, one sentence each: the metric, its bound, and the remedy.
+def check_gates(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the failed gates of a reward model, one sentence each: the metric, its bound, and the remedy.
 
     Source: the gates' bounds are those of ``docs/reward.md``.
     """
     low, longer_wins = report["accuracy_low"], report["length"]["longer_wins_accuracy"]
     eos = report["probes"].get(EOS_DROPPED)
     swapped = report["prompt_swap"]
-    failed = []
     if not low > MIN_ACCURACY:
-        failed.append(
+        yield (
             f"accuracy is {report['accuracy']:.3f}, and the lower bound of its interval, {low:.3f}, must be above "
             f"{MIN_ACCURACY}: train longer, on more pairs, or check the labels; or hold more pairs out"
         )
     if not low > longer_wins:
-        failed.append(
+        yield (
             f"the lower bound of the accuracy, {low:.3f}, must be above that of preferring the longer answer, "
             f"{longer_wins:.3f}: add pairs whose chosen answer is the shorter one, or hold more pairs out"
         )
     if swapped is None:
-        failed.append("accuracy after swapped prompts was not measured: hold out pairs with different prompts")
+        yield "accuracy after swapped prompts was not measured: hold out pairs with different prompts"
     elif not swapped["accuracy"] < MAX_SWAPPED_ACCURACY:
-        failed.append(
+        yield (
             f"accuracy after swapped prompts is {swapped['accuracy']:.3f}, and must be below {MAX_SWAPPED_ACCURACY}: "
             "scores ignore the prompts; add pairs whose rejected answer is a good answer to another prompt"
         )
     if not report["ece"] < MAX_ECE:
         is_underconfident = report["temperature"] is None or report["temperature"] < 1
         remedy = "train for more steps or lower" if is_underconfident else "train for fewer steps or raise"
-        failed.append(
+        yield (
             f"the calibration error is {report['ece']:.3f} ({report['ece_by_chance']:.3f} expected by chance), "
             f"and must be below {MAX_ECE}: {remedy} label_smoothing; or hold more pairs out"
         )
     if eos is None or not eos["share_lower"] > MIN_EOS_SHARE:
         share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
-        failed.append(
+        yield (
             f"the share of answers whose score drops without their end token is {share}, and must be above "
             f"{MIN_EOS_SHARE}: train with `unfinished_share: 0.1`; pad_token must end no answer"
         )
-    return failed
 
 
 def compute_accuracy(margins: Floats, prompts: Ints) -> dict[str, Any]:
@@ -255,9 +253,7 @@ def fit_temperature(margins: Floats) -> float | None:
 
 def compute_correlation(first: Floats, second: Floats) -> float | None:
     """Return the Pearson correlation; ``None`` if one variable is constant."""
-    first, second = first - first.mean(), second - second.mean()
-    size = math.sqrt(float(first @ first) * float(second @ second))
-    return float(first @ second) / size if size else None
+    return float(np.corrcoef(first, second)[0, 1]) if np.ptp(first) and np.ptp(second) else None
 
 
 def _sigmoid(values: Floats) -> Floats:
@@ -525,7 +521,7 @@ def write_reward_report(
     # All ranks score: a forward pass of sharded weights is a collective.
     held_out = [pairs[number] for number in range(min(MAX_PAIRS, len(pairs)))]
     report = build_reward_report(score_held_out(reward_model, held_out))
-    failed = check_gates(report)
+    failed = list(check_gates(report))
     config = reward_model.model.config
     verdict: Mapping[str, Any] = {
         "may_serve_ppo": not failed,
@@ -538,8 +534,8 @@ def write_reward_report(
     return failed
 
 
-def read_reward_report(folder: Path) -> Mapping[str, Any] | None:
-    """Return the contents of ``reward_report.json`` in a run's directory; ``None`` without a valid file."""
+def read_reward_report(folder: Path) -> Mapping[str, Any]:
+    """Return the contents of ``reward_report.json`` in a run's directory; empty without a valid file."""
     with suppress(DataError):
         return read_record(folder / REWARD_FILE, {"failed_gates": list})
-    return None
+    return {}

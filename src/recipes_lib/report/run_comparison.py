@@ -14,7 +14,7 @@ from recipes_lib.files import explain_write_errors
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.charts import METRICS, Chart, Line, Plan, draw_chart
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.page import MAX_PROMPTS, shorten, show_answer
+from recipes_lib.report.page import MAX_PROMPTS, show_answer, show_prompt
 from recipes_lib.report.run_files import RunFiles, find_end, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
@@ -108,14 +108,13 @@ def pair_answers(runs: Mapping[str, RunFiles]) -> list[dict[str, Any]]:
     rows = [[answers[prompt] for answers in last] for prompt in last[0] if all(prompt in answers for answers in last)]
     rows.sort(key=lambda row: len({str(answer["completion"]) for answer in row}) == 1)
     return [
-        {
-            "prompt": shorten(str(row[0].get("prompt", ""))),
-            "reference": None if (wanted := row[0].get("reference")) is None else shorten(str(wanted)),
-            "answers": [
+        show_prompt(
+            row[0],
+            [
                 show_answer(answer, [answer["step"]], row[0]) | {"when": name}
                 for name, answer in zip(runs, row, strict=True)
             ],
-        }
+        )
         for row in rows[:MAX_PROMPTS]
     ]
 

@@ -200,6 +200,6 @@ def test_command_is_recognised_in_a_file_of_any_name(tmp_path: Path) -> None:
 
 
 def test_command_values_keep_types_and_lists() -> None:
-    command = parse_command_text("python a/sft.py --a=1 --b 2e-5 x --c --no_d --e-f true", "run.sh")
-    assert command.script == "sft"
-    assert command.values == {"a": 1, "b": [2e-5, "x"], "c": True, "d": False, "e_f": True}
+    script, values, _ = parse_command_text("python a/sft.py --a=1 --b 2e-5 x --c --no_d --e-f true", "run.sh")
+    assert script == "sft"
+    assert values == {"a": 1, "b": [2e-5, "x"], "c": True, "d": False, "e_f": True}

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.config.loader import parse_command
+from recipes_lib.config.loader import load_config
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 from recipes_lib.training.evaluation.row_scores import load_row_scorer
@@ -31,7 +31,7 @@ def build(tiny_model_dir, tmp_path_factory):
     def call(model=tiny_model_dir, **keys):
         # float32, because scores are compared to 1e-5; CPUs with bfloat16 in hardware would choose bfloat16.
         keys = {"model_name_or_path": model, "output_dir": folder, "dataset_name": "d", "bf16": False, **keys}
-        config = parse_command("sft", [f"--{name}={value}" for name, value in keys.items()])
+        config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
         return load_row_scorer(config, Launch(0, 0, 1, ""))
 
     return call

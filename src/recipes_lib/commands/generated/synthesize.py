@@ -33,7 +33,7 @@ from recipes_lib.commands.generated.candidates import (
 from recipes_lib.commands.generated.generation_methods import Method, SourceRow, load_method, read_source, take_reply
 from recipes_lib.commands.generated.row_filters import build_checks, choose_rows
 from recipes_lib.commands.sampling import RowFile, TokenCounts
-from recipes_lib.config.loader import exit_after_help, load_for_command
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
             folder holds other rows.
         DataError: The source cannot be read, or the filters remove all rows.
     """
-    config = exit_after_help(SynthesisConfig.parse(argv))
+    config = SynthesisConfig.parse(argv)
     verify_one_process("recipes synthesize")
     from recipes_lib.report.html_pages import write_synthesis_report
 
@@ -105,7 +105,7 @@ def check(argv: Sequence[str]) -> int:
         ConfigError: As ``main``.
         DataError: As ``main``.
     """
-    config = exit_after_help(SynthesisConfig.parse(argv))
+    config = SynthesisConfig.parse(argv)
     method = load_method(config)
     _verify_folder(Path(config.output_dir))
     rows, _ = read_source(method)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
-from recipes_lib.config.loader import load_for_command, split_recipe
+from recipes_lib.config.loader import choose_recipe, drop_flags, load_for_command
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
 
@@ -17,15 +17,15 @@ def plan(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: The configuration is invalid; or as ``recipes_lib.commands.planning.plan.run``.
     """
-    recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
-    if recipe == "corpus":
-        plan_corpus(rest)
-        return
     parser = CommandParser("plan")
     # Verified below, where the recipe is known.
     add_flags(parser, FLAGS["planning"])
     add_pipeline_flags(parser)
     options, overrides = parser.parse_known_args(argv)
+    recipe = choose_recipe(options.recipe, options.config, (*RECIPE_NAMES, "corpus"))
+    if recipe == "corpus":
+        plan_corpus(drop_flags(argv, ["recipe"]))
+        return
     config = load_for_command(recipe, overrides, options.config)
     # After the configuration: its errors need no torch, which takes seconds to import.
     from recipes_lib.commands.planning.plan import run

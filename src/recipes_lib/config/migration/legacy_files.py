@@ -229,32 +229,22 @@ def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[st
     return {"dataset_mixture": entries} | extra, remark
 
 
-class ShellCommand(NamedTuple):
-    """A parsed shell command.
-
-    Attributes:
-        script: Name of the script without suffix, or the subcommand of ``trl``.
-        values: Keys and values of the script's flags.
-        launcher: Words before the script: the launcher and its flags.
-    """
-
-    script: str
-    values: Mapping[str, Any]
-    launcher: str
-
-
 def is_command(text: str) -> bool:
     """Return whether a file contains a shell command instead of keys."""
     return _COMMAND.match(text) is not None
 
 
-def parse_command_text(text: str, name: str) -> ShellCommand:
+def parse_command_text(text: str, name: str) -> tuple[str, Mapping[str, Any], str]:
     """Parse a text with a single command that trains.
 
     Args:
         text: The command, with variables that are assigned before it; lines may end with a backslash, comments are
             ignored.
         name: Location, for errors.
+
+    Returns:
+        Name of the script without suffix, or the subcommand of ``trl``; keys and values of the script's flags; and the
+        words before the script, which are the launcher and its flags.
 
     Raises:
         ConfigError: The text is not a single command with flags only, or the command also reads a YAML file.
@@ -287,7 +277,7 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
     read = dict(_read_flag(*flag) for flag in values.items())
     # The default of ms-swift.
     read |= {"rlhf_type": "dpo"} if last == "rlhf" and "rlhf_type" not in read else {}
-    return ShellCommand("pretrain" if last == "pt" else last, read, shlex.join(words[:start]))
+    return "pretrain" if last == "pt" else last, read, shlex.join(words[:start])
 
 
 def _split_commands(text: str) -> Iterator[list[str]]:

@@ -99,9 +99,8 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
     is_rewritten = text is not None and (path.suffix == ".sh" or is_command(text))
     if text is not None and is_rewritten:
-        command = parse_command_text(text, str(path))
-        names, launcher = [command.script], command.launcher
-        text = _dump(flatten_sections(command.values))
+        script, flags, launcher = parse_command_text(text, str(path))
+        names, text = [script], _dump(flatten_sections(flags))
     entries = [] if text is None else read_entries(text, str(path), problems)
     values = {entry.key: plain_value(entry.node) for entry in entries}
     # Edits replace whole lines, those of JSON end with commas, and those of sections are indented.
@@ -221,8 +220,7 @@ class _Rewriter:
         """Add keys that the old file left to the script or to upstream's defaults."""
         if method.loss_type:
             self.added["loss_type"] = method.loss_type
-            what = f"added `loss_type: {method.loss_type}`: {method.why}"
-            self.changes.append(Change(0, what))
+            self.changes.append(Change(0, f"added `loss_type: {method.loss_type}`: {method.why}"))
         if method.loss_type == "orpo":
             what = "ORPO's NLL term covers the chosen answer only, as in the paper; TRL's also covers the prompt"
             self.changes.append(Change(0, what, by_hand=True))
@@ -392,20 +390,17 @@ def _name_reward(name: Any) -> Any:
 def _position(entry: Entry) -> tuple[int, int]:
     """Return line and column of a key, both from 0."""
     assert entry.key_node is not None
-    mark = entry.key_node.start_mark
-    assert mark is not None
-    return int(mark.line), int(mark.column)
+    return entry.key_node.start_mark.line, entry.key_node.start_mark.column
 
 
 def _last_line(node: yaml.Node, first: int) -> int:
     """Return the last line of a value, from 0: PyYAML's end mark of a block is after the comments that follow it."""
-    assert node.end_mark is not None
     if isinstance(node, yaml.ScalarNode):
         # The end mark of a block scalar, and any end mark at column 0, is on the line after the value.
         inside = node.style in ("|", ">") or node.end_mark.column == 0
-        return max(first, int(node.end_mark.line) - (1 if inside else 0))
+        return max(first, node.end_mark.line - inside)
     assert isinstance(node, yaml.CollectionNode)
     if node.flow_style:
-        return max(first, int(node.end_mark.line))
+        return max(first, node.end_mark.line)
     children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
     return max([first, *(_last_line(child, first) for child in children)])

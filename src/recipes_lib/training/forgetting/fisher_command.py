@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.command_flags import CommandParser
-from recipes_lib.config.loader import load_for_command, split_recipe
+from recipes_lib.config.loader import choose_recipe, load_for_command
 from recipes_lib.config.schema import ForgettingConfig, ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
         DataError: The data cannot be read, or have no targets.
     """
     options, overrides = CommandParser("fisher").parse_known_args(argv)
-    recipe, _ = split_recipe(argv)
+    recipe = choose_recipe(options.recipe, options.config)
     if recipe not in RECIPE_NAMES:
         raise ConfigError(
             Problem("--recipe", f"`{recipe}` is not one of {', '.join(RECIPE_NAMES)}", "name such a recipe")
