@@ -159,7 +159,7 @@ def test_answers_are_numbered_and_counted():
         ("prompt 1", " 3", " 2"),
         ("prompt 4", " 9", " 8"),
     ]
-    assert rows[-1]["score_chosen"], rows[-1]["score_rejected"] == (9.0, 8.0)
+    assert (rows[-1]["score_chosen"], rows[-1]["score_rejected"]) == (9.0, 8.0)
     assert (counts.num_prompts, counts.num_pairs, counts.num_alike, counts.num_unfinished) == (5, 3, 1, 1)
     assert (counts.num_answers, counts.score_sum) == (10, 45.0 - 9.0)
 
