@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import sys
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def test_answers_are_numbered_and_counted():
         ("prompt 1", " 3", " 2"),
         ("prompt 4", " 9", " 8"),
     ]
-    assert rows[-1]["score_chosen"], rows[-1]["score_rejected"] == (9.0, 8.0)
+    assert (rows[-1]["score_chosen"], rows[-1]["score_rejected"]) == (9.0, 8.0)
     assert (counts.num_prompts, counts.num_pairs, counts.num_alike, counts.num_unfinished) == (5, 3, 1, 1)
     assert (counts.num_answers, counts.score_sum) == (10, 45.0 - 9.0)
 
@@ -238,6 +239,17 @@ def test_row_file_resumes_after_last_complete_batch(tmp_path):
 
 def read_numbers(path):
     return [row["number"] for row in read_rows(path)]
+
+
+def test_error_of_a_failed_write_names_the_file(tmp_path):
+    file, limits = open_file(tmp_path / "rows.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            file.write(iter([[{"text": "x" * 8192}]]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(tmp_path / "rows.jsonl")
 
 
 def test_row_file_rejects_other_key_and_foreign_file(tmp_path):

@@ -28,7 +28,7 @@ from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.environment import find_version
 from recipes_lib.errors import ConfigError, DataError, PreemptedError
-from recipes_lib.files import try_lock
+from recipes_lib.files import hash_file, try_lock
 
 QUESTION = " ".join(f"item{at}" for at in range(20))
 
@@ -124,10 +124,12 @@ def test_rerun_is_a_no_op_and_repairs_a_damaged_corpus(planted):
     assert list((folder / "out" / ".work").glob("finish-*"))
     assert make_corpus(build_config(folder)) == manifest
     assert not (folder / "out" / "data" / "stray.parquet").exists()
-    shard.unlink()
-    shard.write_bytes(b"cut")
-    assert make_corpus(build_config(folder)) == manifest
-    assert shard.stat().st_size == manifest["shards"][0]["file_bytes"]
+    for is_link in (False, True):  # A link to the file in `.work`, which is damaged with it.
+        if not is_link:
+            shard.unlink()
+        shard.write_bytes(b"cut")
+        assert make_corpus(build_config(folder)) == manifest
+        assert hash_file(shard) == manifest["shards"][0]["sha256"]
 
 
 def test_result_is_independent_of_tasks_and_processes(planted, tmp_path, monkeypatch):

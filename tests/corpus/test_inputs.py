@@ -237,6 +237,19 @@ def test_broken_rows_are_counted_or_raise(tmp_path):
         read({"name": str(path)}, raises=True)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])
+def test_file_that_ends_early_is_an_error_although_broken_rows_are_dropped(tmp_path, name):
+    """As after a truncated download: the rows that it lacks cannot be counted."""
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": ["one", "two"]}), path)
+    else:
+        path.write_bytes(gzip.compress(b'{"text": "one"}\n' * 100))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=f"{name}: not a whole"):
+        read({"name": str(path)})
+
+
 def test_document_above_byte_limit_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("recipes_lib.corpus.inputs.MAX_DOCUMENT_BYTES", 12)
     write_rows(tmp_path / "a.jsonl", ["short", "é" * 6, "é" * 7, "the end"])

@@ -142,6 +142,19 @@ def test_damaged_set_is_logged_and_rebuilt(tmp_path, caplog, name, damage):
     assert not caplog.text
 
 
+@pytest.mark.parametrize("function", ["files._open_regular", "data.store.hash_file"])
+def test_set_on_a_failing_disk_is_not_built_again(tmp_path, monkeypatch, function):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    write(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(f"recipes_lib.{function}", fail)
+        with pytest.raises(DataError, match="Input/output error\n    check the disk"):
+            store.make_set(tmp_path, KEY, {}, lambda _: pytest.fail("it is built"), check_bytes=True)
+    assert store.find_set(tmp_path, KEY, check_bytes=True) is not None
+
+
 def test_damage_is_logged_once(tmp_path, caplog):
     (write(tmp_path).path / "train/data.arrow").write_bytes(b"")
     with caplog.at_level(logging.WARNING):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from recipes_lib.proving.bench import WrongResultError, launch
+from recipes_lib.proving.bench import Bench, WrongResultError, launch
 
 
 def test_launch_returns_exit_code_and_writes_output(tmp_path: Path) -> None:
@@ -25,3 +28,22 @@ def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
     with pytest.raises(WrongResultError, match="did not end within"):
         launch(["-c", clean_up, str(tmp_path / "ended")], {}, tmp_path / "x", limit=3)
     assert (tmp_path / "ended").exists()
+
+
+def test_signal_ends_the_processes_of_threads(tmp_path: Path, monkeypatch) -> None:
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    def run(_: int) -> None:
+        codes.append(launch(["-c", code], {}, tmp_path / "x", limit=60))
+
+    code = "import os, signal; os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
+    codes: list[int] = []
+    monkeypatch.setattr(Bench, "write_inputs", lambda self: None)
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            Bench(tmp_path, torch.device("cpu"), is_small=True).map_runs(run, range(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert codes == [-signal.SIGTERM]

@@ -140,6 +140,16 @@ def test_global_batch_size_is_kept_on_other_world_size(tmp_path, capsys):
     assert start_run(rewritten, ONE).config.training["gradient_accumulation_steps"] == 4
 
 
+def test_generation_rewritten_for_other_world_size_is_the_same_run(tmp_path):
+    keys, halved = BATCH | {"steps_per_generation": 8}, BATCH | {"gradient_accumulation_steps": 2}
+    start_run(make_config(tmp_path, **keys), ONE)
+    write_checkpoint(tmp_path, 5, **keys)
+    rewritten = make_config(tmp_path, **halved, steps_per_generation=4)
+    assert start_run(rewritten, TWO).config == rewritten
+    with pytest.raises(ConfigError, match="steps_per_generation was 4"):
+        start_run(make_config(tmp_path, **halved, steps_per_generation=8), TWO)
+
+
 def test_late_rank_computes_same_accumulation(tmp_path):
     config = make_config(tmp_path, **BATCH)
     start_run(config, ONE)

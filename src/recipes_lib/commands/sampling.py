@@ -122,6 +122,7 @@ class RowFile(Generic[Counted]):
 
         Raises:
             ConfigError: Another process writes the file.
+            OSError: The disk is full or fails; ``filename`` is the path of the file or its record.
         """
         with explain_write_errors(self._path.parent, "name another output"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,8 +140,11 @@ class RowFile(Generic[Counted]):
                 # Rows are fsynced before the record counts them: a record never counts rows that a crash has lost.
                 text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
                 # Half a surrogate pair, which UTF-8 lacks, becomes its escape in JSON.
-                self.counts.num_bytes += file.write(text.encode(errors="backslashreplace"))
-                file.flush()
+                try:
+                    with self._path.open("ab") as appended:  # Closed at once: a buffer that is not empty raises again.
+                        self.counts.num_bytes += appended.write(text.encode(errors="backslashreplace"))
+                except OSError as error:  # It has no file name.
+                    raise OSError(error.errno, error.strerror, str(self._path)) from error
                 fsync(self._path)
                 self._write_record()
 

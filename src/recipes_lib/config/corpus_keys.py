@@ -76,7 +76,7 @@ class InputKeys:
     output_format: Literal["parquet", "jsonl"] = "parquet"
     """File format of the shards; chats are always JSONL."""
     broken_rows: Literal["drop", "error"] = "drop"
-    """Unreadable rows, records and files: count and skip them, or raise an error."""
+    """Unreadable rows and records: count and skip them, or raise an error. A file that ends early is an error."""
     tokenizer_name_or_path: str | None = None
     """Tokenizer for token counts of the corpus: folder, ``tokenizer.json`` or Hub id."""
     tokenizer_revision: str | None = None

@@ -61,7 +61,7 @@ from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.environment import find_versions
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import explain_write_errors, hash_file, read_record, replace_record, try_lock
+from recipes_lib.files import explain_write_errors, find_record, hash_file, read_record, replace_record, try_lock
 from recipes_lib.processes import count_cores
 from recipes_lib.quantities import pluralize
 
@@ -141,6 +141,7 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
             raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
         # Remove the completion marker of the last job: shards below `data/` may have been deleted or changed since.
         shutil.rmtree(jobs[-1].folder, ignore_errors=True)
+        _forget_damaged(jobs[-2].folder)
         if config.executor != "local":
             _submit(jobs, config, submitted)
             return _read_finished(config, key)
@@ -181,6 +182,15 @@ def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
     except (DataError, OSError, KeyError, TypeError):
         return None
     return manifest if manifest["key"] == key and intact else None
+
+
+def _forget_damaged(shards: Path) -> None:
+    """Remove the completion markers of shards of another size than recorded: ``data/`` has links to the same files."""
+    for path in shards.glob("[0-9]*.json"):
+        record = find_record(path)
+        file = shards / str(record.get("file"))
+        if not file.is_file() or file.stat().st_size != record["file_bytes"]:
+            (shards / "completions" / path.stem).unlink(missing_ok=True)
 
 
 def build_jobs(

@@ -333,10 +333,6 @@ class Read(PipelineStep):  # type: ignore[misc]
             elif part.page is not None:
                 is_warc = part.page.name.lower().endswith(_WARC)
                 yield from read_warc(part.page, part.label) if is_warc else [read_page(part.page, part.label)]
-        except ReadFailedError:
-            raise  # If it was counted, the finished corpus would lack the rest of this part, also after a repetition.
-        except DataError as error:
-            yield from error.problems
         except OSError as error:
             found = f"cannot be read: {error.strerror or error}"
             raise ReadFailedError(Problem(part.label, found, "run the same command again")) from error

@@ -117,7 +117,7 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
         check_bytes: Whether to verify the SHA-256 of all files in addition to their sizes.
 
     Raises:
-        DataError: The folder cannot be opened.
+        DataError: The folder or a file in it cannot be opened or read.
     """
     path = _set_path(root, key)
     try:
@@ -125,8 +125,9 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
         manifest = read_record(path / MANIFEST_FILE)
         files = complete["files"].items()
         intact = complete["key"] == key and all(_is_intact(path / name, entry, check_bytes) for name, entry in files)
-    except (DataError, OSError, ValueError, KeyError, TypeError):
-        with explain_disk_errors(root):  # As for a folder in the home of another user.
+    except (DataError, OSError, ValueError, KeyError, TypeError) as error:
+        with explain_disk_errors(root):
+            raise_read_failure(error)
             if not path.exists():
                 return None
         intact = False
@@ -135,6 +136,17 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
         warn_once(f"The prepared set {path} is damaged; it will be built again.")
         return None
     return PreparedSet(path, key, manifest)
+
+
+def raise_read_failure(error: BaseException) -> None:
+    """Raise the cause of ``error`` that is of a file that exists but cannot be read, and so need not be damaged.
+
+    Raises:
+        OSError: There is one: the disk fails, or the file is of another user.
+    """
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno not in (None, errno.ENOENT, errno.ENOTDIR):
+            raise cause
 
 
 def make_set(
@@ -377,5 +389,5 @@ def explain_disk_errors(root: Path) -> Iterator[None]:
         has_failed = error.errno in (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
         otherwise = "check the disk (`dmesg`) and `ulimit -n`" if has_failed else "make the folder writable"
         remedy = "free some space" if is_full else otherwise
-        found = f"the prepared set cannot be written: {error.strerror or error}"
+        found = f"the prepared set cannot be read or written: {error.strerror or error}"
         raise DataError(Problem(str(root), found, f"{remedy}, or set prepared_dir to another folder")) from error

@@ -51,6 +51,8 @@ _LIMIT_SECONDS: Final = 600
 _GRACE_SECONDS: Final = 45
 """Time between SIGTERM and SIGKILL, above the 30 s after which torchrun kills its workers (torch 2.13,
 ``PContext.close``)."""
+_RUNNING: Final[set[subprocess.Popen[bytes]]] = set()
+"""Processes of ``launch`` that have not ended."""
 
 
 def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
@@ -76,16 +78,18 @@ def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path,
             [sys.executable, *arguments], stdout=stream, stderr=stream, env=environment, close_fds=False
         ) as process,
     ):
+        _RUNNING.add(process)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            # SIGTERM first: a launcher that is killed leaves its workers on the GPUs.
+            raise WrongResultError(f"the process did not end within {limit:g} s: {output}") from None
+        finally:
+            # SIGTERM first, also after one of this process: a launcher that is killed leaves its workers on the GPUs.
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
-            raise WrongResultError(f"the process did not end within {limit:g} s: {output}") from None
-        finally:
             process.kill()
+            _RUNNING.remove(process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,12 @@ class Bench:
         # Before the threads, each of which would write them.
         self.write_inputs()
         with ThreadPoolExecutor(None if self.is_cuda else 1) as pool:
-            return list(pool.map(run, jobs))
+            try:
+                return list(pool.map(run, jobs))
+            except BaseException:  # A signal, which the threads would only see when their processes have ended.
+                for process in tuple(_RUNNING):
+                    process.terminate()
+                raise
 
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:
         """Run a recipe like ``run``, and return the training records of ``metrics.jsonl``."""

@@ -69,6 +69,7 @@ from recipes_lib.training.checkpoints.resume import (
     count_rows_per_step,
     find_common_checkpoint,
     keep_batch,
+    list_kept_batch_keys,
     verify_checkpoint_fits,
 )
 from recipes_lib.training.collectives import broadcast_object, is_true_on_main
@@ -477,9 +478,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     names = before.keys() | plain_now.keys()
     harmless = {name for pattern in read_harmless() for name in fnmatch.filter(names, pattern)}
     names -= {name for name in harmless if not (follows and name.startswith("eval_"))}
-    if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
-        # The same global batch, divided differently over ranks and micro-batches.
-        names -= set(BATCH_KEYS)
+    names -= list_kept_batch_keys(previous, now, launch.data_size)
     if previous.get("status") != "done":
         # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
         data: Any = previous.get("data")

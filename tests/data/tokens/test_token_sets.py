@@ -207,6 +207,17 @@ def test_damaged_partial_set_is_restarted(make, tmp_path, monkeypatch, damage, t
     assert num_tokenized == (NUM_ROWS if damage.__name__ != "<lambda>" else 0)
 
 
+def test_progress_on_a_failing_disk_is_kept(make, tmp_path, monkeypatch):
+    def fail(path, *_):
+        raise DataError(Problem(str(path), "cannot be read")) from OSError(errno.EIO, os.strerror(errno.EIO))
+
+    progress = interrupt(make, tmp_path / "root", monkeypatch) / ".progress.json"
+    monkeypatch.setattr("recipes_lib.data.tokens.token_sets.read_record", fail)
+    with pytest.raises(DataError, match="Input/output error"):
+        make(tmp_path / "root", test_split_size=0.3)
+    assert progress.exists()
+
+
 @pytest.mark.parametrize(("failing", "call"), [("fsync", 1), ("fsync", 3), ("replace", 1)])
 def test_full_disk_is_data_error_and_next_call_resumes(make, tmp_path, monkeypatch, failing, call):
     whole = make(tmp_path / "whole")

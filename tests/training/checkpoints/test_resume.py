@@ -253,6 +253,17 @@ def test_unreadable_checkpoint_is_neither_damaged_nor_ignored(tmp_path, monkeypa
     assert newest.is_dir()
 
 
+def test_checkpoint_on_a_failing_disk_is_not_ignored(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    write_checkpoint(tmp_path, 9)
+    monkeypatch.setattr(os, "read", fail)
+    monkeypatch.setattr("recipes_lib.files._open_regular", fail)
+    with pytest.raises(ConfigError, match=r"COMPLETE\.json: cannot be read: Input/output error"):
+        find_last_complete(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -32,7 +32,7 @@ from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
-from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
+from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set, raise_read_failure
 from recipes_lib.data.tokens.shards import TokenWriter, is_whole
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.files import read_record, replace_record
@@ -421,11 +421,17 @@ class _Sides(ExitStack):
 
 
 def _read_progress(staging: Path) -> dict[str, Any]:
-    """Return the last recorded progress; without a valid one, empty the folder and return an empty dictionary."""
-    with suppress(DataError, KeyError, TypeError, ValueError):
+    """Return the last recorded progress; without a valid one, empty the folder and return an empty dictionary.
+
+    Raises:
+        OSError: The progress exists but cannot be read.
+    """
+    try:
         progress = read_record(staging / PROGRESS_FILE, {"train": dict, "eval": dict})
         if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
             return progress
+    except (DataError, KeyError, TypeError, ValueError) as error:
+        raise_read_failure(error)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     return {}

@@ -208,12 +208,16 @@ def find_last_complete(output_dir: Path) -> Path | None:
 
 
 def find_unreadable(checkpoint: Path) -> Problem | None:
-    """Return why a file of a checkpoint exists but cannot be opened, which is no damage; ``None`` if all can be."""
+    """Return why a file of a checkpoint exists but cannot be read, which is no damage; ``None`` if all can be."""
     names = (read_complete(checkpoint) or {"files": ()})["files"]
     for path in (checkpoint / name for name in (COMPLETE, *names)):
         try:
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                os.read(descriptor, 1)  # Opening needs no disk that works.
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
             continue
         except OSError as error:
             remedy = "make it readable and run the same command; or delete its folder, to resume without it"

@@ -43,6 +43,26 @@ def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
     return per_device * accumulation * world_size
 
 
+def list_kept_batch_keys(previous: Mapping[str, Any], now: Mapping[str, Any], data_size: int) -> set[str]:
+    """Return the keys of the batch, if these only divide the same rows and answers over other ranks and micro-batches.
+
+    Args:
+        previous: Content of ``run.json``.
+        now: Present configuration keys.
+        data_size: Present number of data-parallel ranks.
+    """
+
+    def compute_ratio(keys: Mapping[str, Any]) -> float:
+        """Return the number of answers that are sampled together, divided by the rows of a step."""
+        accumulation: int = read_training(keys, "gradient_accumulation_steps")
+        return (keys.get(GENERATION_KEY) or accumulation) / accumulation
+
+    if count_rows_per_step(now, data_size) != previous.get("rows_per_step"):
+        return set()
+    is_same = compute_ratio(now) == compute_ratio(previous.get("config", {}))
+    return {*BATCH_KEYS, GENERATION_KEY} if is_same else set(BATCH_KEYS)
+
+
 def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
     """Raise if this launch cannot load a checkpoint.
 
