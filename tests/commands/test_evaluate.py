@@ -23,7 +23,6 @@ from tests.locks import locked
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.evaluate import _parse, describe
 from recipes_lib.pipelines.runner import list_figures
-from recipes_lib.publish import card
 from recipes_lib.training.checkpoints.manifest import write_complete
 
 
@@ -82,20 +81,6 @@ def test_record_that_takes_no_scores_is_a_warning(evaluated: Path, tmp_path: Pat
         assert "local_choice: acc" in printed.out
         assert "card and report of the model lack these scores" in printed.err
         assert (folder / "run.json").read_text() == text
-
-
-def test_scores_of_two_evaluations_at_once_are_kept(evaluated: Path, tmp_path: Path, monkeypatch) -> None:
-    folder, record = tmp_path / "model", json.loads((evaluated / "one" / "eval" / "eval.json").read_text())
-    shutil.copytree(evaluated / "one", folder)
-
-    def wait(*_: Any, **__: Any) -> None:
-        """Stand-in for the lock, which is granted when the other evaluation has written its scores."""
-        run = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(run | {"scores": {"another": record["tasks"]["local_choice"]}}))
-
-    monkeypatch.setattr(card, "try_lock", wait)
-    card.add_scores(folder, record)
-    assert {"another", "local_choice"} <= json.loads((folder / "run.json").read_text())["scores"].keys()
 
 
 def test_card_lists_groups_and_marks_limited_scores(recipes, evaluated: Path) -> None:

@@ -17,7 +17,7 @@ from jinja2 import Environment, Template
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, Problem, escape_controls
-from recipes_lib.files import LOCK_FILE, read_lines, read_record, replace_record, replace_text, try_lock
+from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.quantities import pluralize
 from recipes_lib.report.run_files import Record, Score, list_scores, read_run
 
@@ -66,19 +66,17 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     """
     if not (folder / "run.json").is_file():
         return
+    run = read_run(folder)
+    before = run.facts.get("scores")
+    scores = {**(before if isinstance(before, dict) else {}), **_list_scored(evaluation)}
+    record = {**run.facts, "scores": scores}
+    card = build_card(folder, record, run.find_figures())
+    replace_record(folder / "run.json", record)
+    replace_text(folder / "README.md", card)
     # Imported here, because it imports matplotlib, which `recipes publish --help` does not need.
     from recipes_lib.report.page import build_report
 
-    with (folder / LOCK_FILE).open("a") as lock:
-        try_lock(lock, waits=True)  # Of two evaluations at once, one would remove the scores of the other.
-        run = read_run(folder)
-        before = run.facts.get("scores")
-        scores = {**(before if isinstance(before, dict) else {}), **_list_scored(evaluation)}
-        record = {**run.facts, "scores": scores}
-        card = build_card(folder, record, run.find_figures())
-        replace_record(folder / "run.json", record)
-        replace_text(folder / "README.md", card)
-        build_report(folder)
+    build_report(folder)
 
 
 def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
