@@ -13,7 +13,7 @@ from lm_eval.api import metrics
 from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
-from recipes_lib.evaluation.harness import Difference, compare_folders, format_rows
+from recipes_lib.evaluation.score_comparison import Difference, compare_folders, format_rows
 
 
 def write(

@@ -200,7 +200,7 @@ def compare(argv: Sequence[str]) -> None:
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
     verify_extra("recipes eval", "eval", "lm_eval")
-    from recipes_lib.evaluation.harness import compare_folders, format_rows
+    from recipes_lib.evaluation.score_comparison import compare_folders, format_rows
 
     # Without --output_dir, the evaluation of a model is in its folder.
     folders = [folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder for folder in options.folders]
