@@ -17,10 +17,10 @@ if __name__ == "__main__":
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
-from recipes_lib.rl.methods import build_method
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_reward_functions, load_rewards, verify_arguments
-from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
+from recipes_lib.rl.rollout_schedule import compute_group_schedule
+from recipes_lib.rl.state import build_exporter
 from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
@@ -29,29 +29,26 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 
 @recipe
 def main(run: Run) -> None:
-    """Train ``config.model`` on sampled answers to the prompts of ``config.data``, by GRPO, RLOO or PPO."""
+    """Train ``config.model`` on groups of sampled answers to the prompts of ``config.data``."""
     config = run.config
     # Prompts, and the answers to them that are sampled with the same weights.
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer, local_rank=run.launch.local_rank)
     load_verified_config(config, tokenizer, prompts.max_length)
-    schedule = build_method(config, len(prompts.train), run.launch.world_size).schedule
+    schedule = compute_group_schedule(len(prompts.train), config, run.launch.world_size)
     run.record(data=prompts.record, answers_per_generation=schedule.answers_per_iteration)
     args = build_training_arguments(config, run.launch, has_eval=True)
     # Before models are loaded: mistakes in reward functions are reported at once.
     functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)
     verify_arguments(functions, prompts.train[0].columns)
 
-    # The reference is the policy at its start. PPO's critic estimates values of tokens; in GRPO and RLOO, the mean
-    # reward of a prompt's answers replaces it.
+    # The mean reward of a prompt's answers replaces a critic.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
-    device, place = str(args.device), choose_placement(args, run.launch)
-    rewards = load_rewards(config.rewards, device, models.reward, place, functions)
+    place = choose_placement(args, run.launch)
+    rewards = load_rewards(config.rewards, device=str(args.device), place=place, functions=functions)
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)
     trainer.train(run.choose_checkpoint())
     export_model(build_exporter(models, args, tokenizer), run.output_dir)
-    if config.critic.save_critic:
-        save_critic(models.critic, tokenizer, run.output_dir / CRITIC_FOLDER, is_main=run.launch.is_main)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ FREE_OF_TORCH = (
 SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}
 
 MAX_MAIN_LINES = 40
-SHARED_MAINS = {("ppo.py", "grpo"), ("rloo.py", "grpo"), ("lora.py", "sft")}
+SHARED_MAINS = {("rloo.py", "grpo"), ("lora.py", "sft")}
 """(recipe, recipe whose main function it imports): the recipe in the configuration distinguishes them."""
 
 

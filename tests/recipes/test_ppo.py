@@ -66,7 +66,6 @@ def test_run_writes_model_record_and_report(tiny_model_dir, folder):
     assert record["status"] == "done"
     assert record["stage"] == "ppo"
     assert record["data"]["num_prompts"] == 16
-    assert record["answers_per_generation"] == 8
     assert [event["step"] for event in read_events(finished, "train")] == [4, 8, 12]
     assert [event["step"] for event in read_events(finished, "eval")] == [0, 4, 8, 12]
     assert read_events(finished, "train")[0]["objective/kl_seq"] == pytest.approx(0, abs=1e-6)

@@ -153,12 +153,3 @@ class GroupMethod:
 Method = PPOMethod | GroupMethod
 """Attributes of both: ``schedule`` of the run; ``objective`` of the policy; ``target_kl``, the KL divergence in nats a
 token at which the updates of an iteration end."""
-
-
-def build_method(config: RecipeConfig, num_prompts: int, world_size: int) -> Method:
-    """Build the method of a recipe: PPO, RLOO or GRPO.
-
-    Raises:
-        ConfigError: As ``PPOMethod`` and ``GroupMethod``.
-    """
-    return (PPOMethod if config.recipe == "ppo" else GroupMethod)(config, num_prompts, world_size)

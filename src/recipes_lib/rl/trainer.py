@@ -20,7 +20,7 @@ from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError, UserError
 from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.engines.engine import EngineGuard
-from recipes_lib.rl.methods import build_method
+from recipes_lib.rl.methods import GroupMethod, Method, PPOMethod
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import AnswerWatch, Figures, describe_rollout, describe_samples, verify_first_rollout
 from recipes_lib.rl.objectives import adapt_kl_coef, find_flat_groups
@@ -123,13 +123,14 @@ class PolicyTrainer:
             tokenizer: The policy's tokenizer.
 
         Raises:
-            ConfigError: As ``build_method``.
+            ConfigError: As ``PPOMethod`` and ``GroupMethod``.
         """
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_rounding_dtype(models.policy, args)
-        self.method = build_method(config, len(prompts.train), self._world_size)
+        method = PPOMethod if config.recipe == "ppo" else GroupMethod
+        self.method: Method = method(config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         # Positions in the training set of the prompts of a range of answers.
         self._choose = functools.partial(choose_prompts, len(prompts.train), seed=args.seed, group=self.schedule.group)
