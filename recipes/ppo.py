@@ -19,6 +19,7 @@ from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_reward_functions, load_rewards, verify_arguments
+from recipes_lib.rl.rollout_schedule import compute_schedule
 from recipes_lib.rl.state import CRITIC_FOLDER, build_exporter, save_critic
 from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.training.run import Run
@@ -34,7 +35,8 @@ def main(run: Run) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer, local_rank=run.launch.local_rank)
     load_verified_config(config, tokenizer, prompts.max_length)
-    run.record(data=prompts.record)
+    schedule = compute_schedule(len(prompts.train), config, run.launch.world_size)
+    run.record(data=prompts.record, answers_per_generation=schedule.answers_per_iteration)
     args = build_training_arguments(config, run.launch, has_eval=True)
     # Before models are loaded: mistakes in reward functions are reported at once.
     functions = load_reward_functions(config.rewards.reward_funcs or [], config.rewards.reward_timeout)

@@ -157,9 +157,9 @@ def _probe_torch() -> Iterator[Finding]:
                 torch.ones(1, device=f"cuda:{index}").item()
                 yield Finding(f"gpu {index}", "ok", detail)
             except RuntimeError as error:
+                found = f"{detail}: {error}".splitlines()[0]
                 known = explain_refusal(error)
-                remedy = known.remedy if known else INSTALL_CUDA
-                yield Finding(f"gpu {index}", "broken", f"{detail}: {_first_line(error)}", remedy)
+                yield Finding(f"gpu {index}", "broken", found, known.remedy if known else INSTALL_CUDA)
     elif obstacle := find_gpu_obstacle(read_environment()):
         yield Finding("gpu", "broken", f"torch cannot use it: {obstacle}", INSTALL_CUDA)
     else:

@@ -117,7 +117,7 @@ def test_configured_max_length_is_kept(build_config, load_tokenizer):
 
 def test_overlong_rows_are_one_problem_with_count(build_config, load_tokenizer):
     config = build_config(max_length=30)
-    lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
+    lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer()).encode(list(rows_of(config)))]
     with pytest.raises(DataError) as raised:
         prepare(config, load_tokenizer)
     expected = [(line, length) for line, length in enumerate(lengths, start=1) if length > 30]
