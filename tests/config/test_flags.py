@@ -80,6 +80,12 @@ def test_invalid_flag_is_reported(flags: list[str], where: str, word: str) -> No
     assert problem.remedy
 
 
+def test_file_beside_a_missing_one_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("output_dir: o\n")
+    assert problems("--config", str(tmp_path / "sft.yml"))[0].remedy == f"did you mean {tmp_path / 'sft.yaml'}?"
+    assert problems("--config", str(tmp_path / "no" / "sft.yml"))[0].remedy == "give the path of a YAML file"
+
+
 def test_shell_quoting_is_suggested_only_for_syntax_errors() -> None:
     assert problems("--sample_prompts", "[a")[0].remedy == "quote the JSON for the shell"
     assert problems("--sample_prompts", '["\\ud83d hi"]')[0].remedy == "write the character itself"

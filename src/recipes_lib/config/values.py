@@ -83,7 +83,9 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
         found = f"is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
         problems.append(Problem(str(path), found, "give the path of a YAML file"))
     except FileNotFoundError:
-        problems.append(MissingPath(str(path), "there is no such file", "give the path of a YAML file"))
+        beside = [sibling.name for sibling in path.parent.glob("*.y*ml")]
+        remedy = suggest(path.name, beside, "give the path of a YAML file", f"{path.parent / '{}'}")
+        problems.append(MissingPath(str(path), "there is no such file", remedy))
     except IsADirectoryError:
         problems.append(Problem(str(path), "is a folder", "give the path of a YAML file"))
     except UnicodeDecodeError as error:
