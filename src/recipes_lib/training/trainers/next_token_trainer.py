@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -104,11 +103,6 @@ class BaseDivergence:
         self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
         self._scale = 1 + coefficient
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Shard the base like the trained model, with the same compute dtype."""
-        if self.model is not None:
-            self.model = prepare_frozen(accelerator, self.model)
-
     def score(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor) -> BatchLoss:
         """Return the sum over targets of cross-entropy and weighted divergence, in nats, by both models.
 
@@ -166,8 +160,9 @@ class SFTTrainer(NextTokenTrainer):
         """
         super().__init__(**kwargs)
         self.base = base
-        if base is not None:
-            base.prepare(self.accelerator)
+        if base is not None and base.model is not None:
+            # Sharded like the trained model, with the same compute dtype.
+            base.model = prepare_frozen(self.accelerator, base.model)
 
     def list_frozen(self) -> list[Any]:
         """Return the initial model of ``kl_to_base``, unless it is the trained one without its adapter."""
