@@ -232,21 +232,19 @@ def check_stages(
     with _using_placeholders(path) as (placeholder, put_output):
         for real, stage in zip(pipeline.stages, placeholder.stages, strict=True):
             is_done = (state.get(real.name) or {}).get("status") == "done"
-            if started is not None and (is_done or real.name not in started):
-                pass
-            elif real.recipe and real.name in inspected and existing.issuperset(real.needs) and not is_done:
-                sys.stdout.write(f"\n{real.name}: recipes check\n")
-                with _naming_problems(real.name, problems):
+            with _naming_problems(real.name, problems):
+                if started is not None and (is_done or real.name not in started):
+                    pass
+                elif real.recipe and real.name in inspected and existing.issuperset(real.needs) and not is_done:
+                    sys.stdout.write(f"\n{real.name}: recipes check\n")
                     _inspect(real)
-            elif stage.recipe and stage.has_given_config:
-                with _naming_problems(real.name, problems):
+                elif stage.recipe and stage.has_given_config:
                     _load(stage)
-            elif stage.command in FLAGS:
-                with _naming_problems(real.name, problems):
+                elif stage.command in FLAGS:
                     _parse_flags(stage)
-            # A program below the outputs is built by an earlier stage.
-            elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words)):
-                problems.append(MissingPath(f"{stage.name}: run", missing, "install it, or write its path"))
+                # A program below the outputs is built by an earlier stage.
+                elif str(placeholder.output_dir) not in stage.words[0] and (missing := find_program(stage.words)):
+                    raise ConfigError(MissingPath("run", missing, "install it, or write its path"))
             # After its own check, so that a stage cannot read its own output. Another run may just write one outside of
             # `output_dir`: its lock is not held yet.
             if started is None or stage.output.is_relative_to(placeholder.output_dir):

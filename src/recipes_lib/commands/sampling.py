@@ -311,12 +311,10 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
     from recipes_lib.training.trainers.reference import hash_weights
 
     rewards = collector.rewards
-    model = None
-    if rewards.model is not None:
-        model = [hash_weights(rewards.model.model), read_reward_statistics(rewards.model.model)]
+    model = None if rewards.model is None else rewards.model.model
     return {
         "policy": hash_weights(collector.models.policy),
-        "reward_model": model,
+        "reward_model": None if model is None else [hash_weights(model), read_reward_statistics(model)],
         # By their paths, which have the arguments of factories.
         "functions": {path: _identify_function(path) for path in config.rewards.reward_funcs or ()},
         "weights": list(rewards.weights),
