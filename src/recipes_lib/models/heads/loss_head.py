@@ -228,9 +228,8 @@ def score_beside_record(
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
         outputs = TeacherHead(teacher, weight.detach(), **options) if isinstance(teacher, Tensor) else teacher
         supervision = DistillationTargets(labels[:, 1:].flatten()[positions], outputs, objective)
-        sums: DistillationSums = compute_distillation(
-            pick_predictors(hidden, positions), weight, supervision, **options
-        )
+        predictors = pick_predictors(hidden, positions)
+        sums: DistillationSums = compute_distillation(predictors, weight, supervision, **options)
         return sums
 
     output: HeadOutput = student(**inputs, head=score)
