@@ -167,8 +167,7 @@ def verify_loss_head(model: Any) -> None:
 
 def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
     """Return why a model's own loss is not finite, and the remedy."""
-    broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
-    if broken:
+    if broken := [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]:
         return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
     return f"its loss on eight tokens is {loss}, though its weights are finite", "load it with another `dtype`"
 
