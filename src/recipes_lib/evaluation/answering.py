@@ -170,7 +170,6 @@ def load_local_model(
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, generation = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
-    kernel = choose_kernel(settings, None, device=device, compute_dtype=torch.float32, packing=False)
     identity = {
         "model": str(named.model_name_or_path),
         "dtype": named.dtype,
@@ -179,7 +178,7 @@ def load_local_model(
     }
     model: Any = None
     if start is None:
-        model = load_causal_lm(base, kernel.implementation)
+        model = load_causal_lm(base, choose_kernel(settings, device=device).implementation)
         if adapter is not None:
             model = load_adapter(model, str(adapter), key="model_name_or_path")
         model = model.to(device).eval()

@@ -128,8 +128,7 @@ def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, A
     options = settings.get("dataset_kwargs") or {}
     splits = (settings.get(f"{name}_split") for name in ("test", "validation", "training"))
     split = next(filter(None, splits), "test")
-    files = options.get("data_files")
-    if files is not None:
+    if (files := options.get("data_files")) is not None:
         files = files.get(split, ()) if isinstance(files, Mapping) else files
         yield from ({"name": file} for file in ([files] if isinstance(files, str) else files))
     elif settings.get("dataset_path"):

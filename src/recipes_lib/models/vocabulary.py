@@ -176,14 +176,12 @@ def map_vocabulary(
         "name a teacher of the student's model family, or use sequence-level distillation: generate answers with the "
         "teacher (`recipes synthesize`) and train on them with the `sft` recipe; TRL's GOLDTrainer aligns tokenizers"
     )
-    missing = sorted(own.keys() - other.keys())
-    if missing:
+    if missing := sorted(own.keys() - other.keys()):
         found = f"the teacher has no token {', '.join(map(repr, missing[:3]))}"
         found += f" and lacks {len(missing):,} of the student's {len(own):,} in all" if len(missing) > 1 else ""
         raise ConfigError(Problem(where, found, remedy))
     rules, others = _read_rules(student), _read_rules(teacher)
-    differing = [name for name in rules if rules[name] != others[name]]
-    if differing:
+    if differing := [name for name in rules if rules[name] != others[name]]:
         found = f"the tokenizers of student and teacher share their tokens and differ in {', '.join(differing)}"
         raise ConfigError(Problem(where, found, remedy))
     if num_rows is not None:
@@ -250,8 +248,7 @@ def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def _take_rows(module: Any, ids: torch.Tensor) -> None:
     """Replace weight and bias of an embedding or output projection by their rows ``ids``, ``int64 (V,)``."""
     for name in ("weight", "bias"):
-        values = getattr(module, name, None)
-        if values is not None:
+        if (values := getattr(module, name, None)) is not None:
             rows = values.detach()[ids.to(values.device)]
             setattr(module, name, nn.Parameter(rows, requires_grad=values.requires_grad))
 

@@ -339,8 +339,7 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
     Raises:
         ConfigError: The model has no shipped configuration, and its own cannot be loaded.
     """
-    sizes = SHIPPED_SHAPES.get(str(model.model_name_or_path))
-    if sizes is None:
+    if (sizes := SHIPPED_SHAPES.get(str(model.model_name_or_path))) is None:
         return load_model_config(model)[0]
     config: PreTrainedConfig = AutoConfig.for_model(**{"dtype": "bfloat16", **sizes})
     return config

@@ -122,6 +122,11 @@ class Bench:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of matrix products: ``bfloat16`` on a GPU."""
+        return torch.bfloat16 if self.is_cuda else torch.float32
+
     def choose_shape(self, size: str) -> dict[str, Any]:
         """Return the shape of a model by its size: that of the tiny one in small sizes."""
         return dict(RUNS["models"]["small" if self.is_small else size])
@@ -255,8 +260,7 @@ class Bench:
     def name_inputs(self, recipe: str) -> dict[str, Any]:
         """Return the keys of a recipe's model and data, and write these if they do not exist."""
         inputs = self.write_inputs()
-        of_rl = dict.fromkeys(("ppo", "rloo", "grpo"), "prompts")
-        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents", **of_rl}.get(recipe, "chats")
+        data = RUNS["data"].get(recipe, "chats")
         named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl"}
         if data != "prompts":
             named["prepared_dir"] = self.folder / "prepared"

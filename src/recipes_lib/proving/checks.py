@@ -171,7 +171,6 @@ def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
 
 def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
     """Return the losses of packed rows, and the gradients of their sum, in ``float32``."""
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     losses = []
     model.zero_grad()
     scale = 1 if bench.is_small else _SCALE
@@ -181,7 +180,7 @@ def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
         batch = collate([{"input_ids": ids, "loss_mask": ids >= 0, "seq_lengths": lengths}])
         del batch["num_tokens"]
         inputs = send_to_device(batch, bench.device)
-        with torch.autocast(bench.device.type, dtype, enabled=bench.is_cuda):
+        with torch.autocast(bench.device.type, bench.dtype, enabled=bench.is_cuda):
             loss = model(**inputs, loss_head=True).nll_sum
         loss.backward()
         losses.append(loss.detach())
@@ -200,8 +199,7 @@ def _compare(expected: Sequence[Tensor], found: Sequence[Tensor], bench: Bench, 
 def compare_attention(kernel: str, bench: Bench) -> Figures:
     """Compare loss and gradients of packed rows by an attention kernel with those by sdpa with a mask."""
     expected = compute_packed(build_model(bench, "sdpa"), bench, is_flat=False)
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
-    choice = choose_kernel(LlamaConfig(), kernel, device=bench.device, compute_dtype=dtype, packing=True)
+    choice = choose_kernel(LlamaConfig(), kernel, device=bench.device, compute_dtype=bench.dtype, packing=True)
     model = build_model(bench, choice.implementation)
     return _compare(expected, compute_packed(model, bench, is_flat=choice.layout == "flat"), bench, kernel)
 
@@ -230,12 +228,11 @@ def compare_loss_head(bench: Bench) -> Figures:
     """Compare the chunked loss with full logits, torch's and Liger's: values, gradients and time by vocabulary size."""
     figures: dict[str, Any] = {}
     num_tokens, width = (64, 32) if bench.is_small else (8192, 4096)
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     for vocabulary in (512, 1024) if bench.is_small else (32_000, 128_256, 262_144):
         torch.manual_seed(0)
         inputs = hidden, weight = [
             # Both factors have variance width^-1/2, so that logits, sums over the width, have variance 1.
-            torch.randn(rows, width, device=bench.device, dtype=dtype).mul_(width**-0.25).requires_grad_()
+            torch.randn(rows, width, device=bench.device, dtype=bench.dtype).mul_(width**-0.25).requires_grad_()
             for rows in (num_tokens, vocabulary)
         ]
         targets = torch.randint(vocabulary, (num_tokens,), device=bench.device)
@@ -449,8 +446,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
 def _build_124m(bench: Bench) -> Any:
     """Build a Llama in the shape of 124M with random weights, in bfloat16 on a GPU."""
     config = LlamaConfig(**bench.choose_shape("124M"))
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(bench.device)  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_config(config, dtype=bench.dtype).to(bench.device)  # type: ignore[no-untyped-call]
 
 
 def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:

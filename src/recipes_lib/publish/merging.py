@@ -104,7 +104,7 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
     if any(check_quantization("", config, QuantizationConfig())):
         found = f"{base.model_name_or_path} holds quantised weights, into which nothing can be merged"
         raise ConfigError(Problem("--base", found, "name the model that it was made from"))
-    kernel = choose_kernel(config, None, device=torch.device("cpu"), compute_dtype=torch.float32, packing=False)
+    kernel = choose_kernel(config, device=torch.device("cpu"))
     precision: Any = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     return Merge(base=base, adapter=adapter, bits=bits, dtype=precision, attn_implementation=kernel.implementation)
 

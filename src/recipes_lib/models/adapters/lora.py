@@ -124,8 +124,7 @@ def add_adapter(
     _train_whole_modules_in_float32(adapted)
     _leave_casts_to_autocast(adapted)
     if before is not None:
-        shift = find_logit_shift(adapted, before, rounding=rounding)
-        if shift is not None:
+        if (shift := find_logit_shift(adapted, before, rounding=rounding)) is not None:
             found = f"{init} moves the model's logits before training, by {shift:.2g} of the largest"
             remedy = "write dtype: float32, or init_lora_weights: default"
             raise ConfigError(Problem("init_lora_weights", found, remedy))
@@ -199,8 +198,7 @@ def load_adapter(
         tensor.copy_(weights[one])
     # A model on the meta device, of which shapes are counted, has no values.
     values = {one: tensor.cpu() for one, tensor in read_adapter_state(adapted).items() if not tensor.is_meta}
-    lost = [one for one, tensor in values.items() if not torch.equal(tensor.to(weights[one]), weights[one])]
-    if lost:
+    if lost := [one for one, tensor in values.items() if not torch.equal(tensor.to(weights[one]), weights[one])]:
         found = f"PEFT does not restore {len(lost)} weights of {name}, such as {min(lost)}"
         raise ConfigError(Problem(key, found, "leave these layers out of lora_target_modules"))
     return adapted
@@ -520,8 +518,7 @@ def verify_layers(model: PeftModel, key: str) -> None:
     Raises:
         ConfigError: An adapter is on bare parameters, such as stacked experts.
     """
-    stacks = {name for settings in model.peft_config.values() for name in settings.target_parameters or ()}
-    if stacks:
+    if stacks := {name for settings in model.peft_config.values() for name in settings.target_parameters or ()}:
         found = f"the adapter is on {', '.join(sorted(stacks))}, which are parameters, not linear layers"
         raise ConfigError(Problem(key, found, "name linear layers only, or an adapter of linear layers"))
 

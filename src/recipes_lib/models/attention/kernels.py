@@ -141,11 +141,11 @@ def choose_attention(
 
 def choose_kernel(
     config: PreTrainedConfig,
-    requested: str | None,
+    requested: str | None = None,
     *,
     device: torch.device,
-    compute_dtype: torch.dtype,
-    packing: bool,
+    compute_dtype: torch.dtype = torch.float32,
+    packing: bool = False,
     flattens: bool = False,
 ) -> AttentionChoice:
     """Choose the attention kernel: the requested one if it is supported, otherwise the fastest supported one.

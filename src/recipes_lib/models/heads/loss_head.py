@@ -168,8 +168,7 @@ def verify_loss_head(model: Any) -> None:
 
 def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
     """Return why a model's own loss is not finite, and the remedy."""
-    broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
-    if broken:
+    if broken := [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]:
         return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
     return f"its loss on eight tokens is {loss}, though its weights are finite", "load it with another `dtype`"
 
@@ -229,9 +228,8 @@ def score_beside_record(
     def score(hidden: Tensor, weight: Tensor, **options: Unpack[LogitTransform]) -> DistillationSums:
         outputs = TeacherHead(teacher, weight.detach(), options) if isinstance(teacher, Tensor) else teacher
         supervision = DistillationTargets(labels[:, 1:].flatten()[positions], outputs, objective)
-        sums: DistillationSums = compute_distillation(
-            pick_predictors(hidden, positions), weight, supervision, **options
-        )
+        predictors = pick_predictors(hidden, positions)
+        sums: DistillationSums = compute_distillation(predictors, weight, supervision, **options)
         return sums
 
     output: HeadOutput = student(**inputs, head=score)

@@ -96,10 +96,7 @@ class RewardModel:
             ConfigError: It cannot be loaded, its checkpoint has no head, or it is an adapter without statistics.
         """
         saved, config, adapter = find_saved(str(name), revision)
-        model_config, _ = load_model_config(config)
-        kernel = choose_kernel(
-            model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
-        )
+        kernel = choose_kernel(load_model_config(config)[0], device=torch.device(device))
         # For an adapter the base is loaded with any head, which load_adapter replaces by the adapter's.
         model: Any = load_reward_model(config, kernel.implementation, seed=None if adapter is None else 0)
         add_score_head(model)
