@@ -209,7 +209,7 @@ class PretrainTrainer(NextTokenTrainer):
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
         elif optim == "muon":
-            # What is no optimizer class, upstream calls without arguments, and the result with the model and these.
+            # An optimizer factory of upstream: it returns the function that gets the model and these options.
             options = {"args": args, "decay_embeddings": self.decay_embeddings}
             kwargs["optimizer_cls_and_kwargs"] = (lambda: build_muon, options)
         super().__init__(**kwargs)
