@@ -12,6 +12,7 @@ from typing import Any
 import lm_eval
 import pytest
 import yaml
+from tests.forked import ROOT
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
@@ -230,6 +231,15 @@ def test_suite_expands_to_published_tasks_and_shots() -> None:
     assert expanded["arc_challenge"] == 25
     assert expanded["minerva_math"] is None
     assert set(_expand(replace(config, num_fewshot=2)).values()) == {2}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_page_lists_few_shot_examples_of_suite(suite: str) -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{suite}` \| (.*) \|$", page, re.MULTILINE)
+    listed = [re.findall(r" (\d+)$", name) for name in row.split(", ")]
+    for shots, count in zip(listed, SUITES[suite].values(), strict=suite != "safety"):  # Two tasks of TruthfulQA.
+        assert count is None or shots == [str(count)]
 
 
 @pytest.mark.usefixtures("without_lm_eval_tasks")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.training.trajectories import make_packs, make_trainer
@@ -76,3 +78,12 @@ def test_selective_checkpointing_recomputes_no_product_of_experts() -> None:
 def test_products_in_8_bits_are_saved() -> None:
     assert is_product(torch.ops.aten._scaled_mm.default)
     assert not is_product(torch.ops.aten.mul.Tensor)
+
+
+def test_activations_are_offloaded_only_on_request(monkeypatch) -> None:
+    found: list[bool] = []
+    model = SimpleNamespace(activation_checkpointing_enable=lambda _, *, offload, **__: found.append(offload))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for options in (None, {"offload": False}, {"offload": True}):
+        enable_checkpointing(model, options)
+    assert found == [False, False, True]

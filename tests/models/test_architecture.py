@@ -17,6 +17,7 @@ from recipes_lib.models.architecture import (
     start_causal_lm,
 )
 from recipes_lib.models.loading import check_agreement, load_causal_lm
+from recipes_lib.models.parallel.tensor_parallel import build_distribution
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 ARCHITECTURES = {
@@ -88,6 +89,13 @@ def test_model_is_loaded_without_model_config(tiny_tokenizer, tiny_model_dir) ->
     config, _ = find_model_config(run, tiny_tokenizer, 64)
     assert config.to_dict() == AutoConfig.from_pretrained(tiny_model_dir).to_dict()
     assert start_causal_lm(run, config, "sdpa", seed=0).config.hidden_size == 64
+
+
+def test_tensor_parallelism_is_verified_before_weights_are_drawn(tiny_tokenizer) -> None:
+    run = ModelConfig(model_config={"model_type": "llama"} | SMALL)
+    config, distribution = find_model_config(run, tiny_tokenizer, 64)[0], build_distribution({"tp": 3}, torch.float32)
+    with pytest.raises(ConfigError, match="no multiple of 3 tensor-parallel ranks"):
+        start_causal_lm(run, config, "sdpa", seed=0, distribution=distribution)
 
 
 LINEAR = {"type": "linear", "factor": 2.0}

@@ -147,6 +147,7 @@ def test_sentencepiece_model_of_the_tokenizer_is_exported(trained):
         ({"model_name_or_path": "org/model", "model_revision": "c" * 40}, True),
         ({"model_name_or_path": "org/model", "model_revision": "other"}, False),
         ({"tokenizer_name_or_path": "org/model", "model_revision": "other"}, True),
+        ({"tokenizer_name_or_path": "org/model", "tokenizer_revision": "other"}, False),
         ({"model_name_or_path": "org/model", "tokenizer_name_or_path": "org/other"}, False),
         ({"model_name_or_path": None}, False),
         ({"model_name_or_path": "/deleted/during/the/run"}, False),

@@ -223,11 +223,11 @@ def test_concurrent_publisher_is_rejected(recipes, hub, run):
 
 
 def recipe(run, train, **keys):
-    """Wrap ``train`` as a recipe that publishes from the directory of the run."""
+    """Return a function that calls ``train`` while it publishes from the directory of the run."""
     config = RecipeConfig.__new__(RecipeConfig)
     training = {"push_to_hub": True, "hub_strategy": "every_save", "output_dir": str(run), **keys}
     object.__setattr__(config, "training", training)
-    return lambda: publishing.publishing(train)(config)
+    return lambda: publishing.publishing(config)(train)(config)
 
 
 def wait_for(hub, tag):

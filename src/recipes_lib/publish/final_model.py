@@ -55,15 +55,16 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
 
     @functools.wraps(train)
     def main(config: RecipeConfig) -> None:
-        run = start_run(config, read_launch())
-        if not run.finished:
-            with run.recording_its_end():
-                train(run)
-            # NCCL warns of groups that are left. At the exit, because this process may train another model.
-            atexit.register(destroy_groups)
-        finish_run(run)
+        with publishing(config):
+            run = start_run(config, read_launch())
+            if not run.finished:
+                with run.recording_its_end():
+                    train(run)
+                # NCCL warns of groups that are left. At the exit, because this process may train another model.
+                atexit.register(destroy_groups)
+            finish_run(run)
 
-    return publishing(main)
+    return main
 
 
 def finish_run(run: Run) -> None:

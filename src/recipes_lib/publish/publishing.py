@@ -238,35 +238,31 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig], None]:
-    """Decorate a recipe so that it publishes checkpoints and model if ``push_to_hub`` is set.
+@contextmanager
+def publishing(config: RecipeConfig) -> Iterator[None]:
+    """Publish checkpoints and model of the run in the block, if ``push_to_hub`` is set.
 
-    Write access is verified before training; later failures of the Hub never fail the run.
+    Write access is verified before the block; later failures of the Hub never fail the run.
 
     Args:
-        train: Recipe, called on every process; the main one publishes.
+        config: Configuration of the run; every process may call, only the main one publishes.
 
     Raises:
         ConfigError: The account may not write to the repository, or the Hub cannot be reached (``open_target``).
     """
-
-    @functools.wraps(train)
-    def train_and_publish(config: RecipeConfig) -> None:
-        if not config.training.get("push_to_hub") or processes.read_rank() != 0:
-            train(config)
-            return
-        target = open_target(config.training)
-        _log(str(target))
-        publisher = BackgroundPublisher(Path(config.training["output_dir"]), target, config.training)
-        try:
-            if config.training["hub_strategy"] != "end":
-                publisher.start()
-            train(config)
-            publisher.finish()
-        finally:
-            publisher.stop()
-
-    return train_and_publish
+    if not config.training.get("push_to_hub") or processes.read_rank() != 0:
+        yield
+        return
+    target = open_target(config.training)
+    _log(str(target))
+    publisher = BackgroundPublisher(Path(config.training["output_dir"]), target, config.training)
+    try:
+        if config.training["hub_strategy"] != "end":
+            publisher.start()
+        yield
+        publisher.finish()
+    finally:
+        publisher.stop()
 
 
 class BackgroundPublisher:

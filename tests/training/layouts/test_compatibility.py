@@ -232,8 +232,8 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ],
     ),
     (
-        (PRETRAIN | {"gradient_accumulation_steps": 6}, pipeline(4, "interleaved")),
-        [(PRETRAIN, pipeline(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, pipeline(4))],
+        (PRETRAIN | {"gradient_accumulation_steps": 3}, pipeline(2, "interleaved")),
+        [(PRETRAIN, pipeline(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 3}, pipeline(2))],
     ),
     ((PRETRAIN | {"batch_ramp_tokens": 4096}, pipeline()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
     ((PRETRAIN | {"verify_steps": 2}, pipeline()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
