@@ -278,7 +278,7 @@ def test_mixture_of_chats_and_texts_loads(tmp_path):
     out = str(tmp_path / "out")
     manifest, _ = clean(tmp_path / "out", *sources)
     names = [f"{out}/data/text", f"{out}/data/chat"]
-    assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
+    assert list(describe(manifest, out))[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
     assert [len(list(read_source(load_source(name)))) for name in names] == [1, 1]
     (tmp_path / "sft.yaml").write_text(json.dumps({"dataset_mixture": manifest["mixture"], "output_dir": out}))
     config = load_config("sft", ["--config", str(tmp_path / "sft.yaml"), "--model_name_or_path", "gpt2"])

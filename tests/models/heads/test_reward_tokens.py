@@ -21,12 +21,14 @@ from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.models.heads.scoring import encode_answers
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
+# These read content as a list of parts, as for images; rows have texts.
+READS_PARTS = ("idefics3", "llava_next", "smolvlm")
 # Later versions of a template, and its variants for other model sizes, share most of its code.
 SHIPPED_NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] if re.search(r"_v\d|diffusion|_(super|ultra|lightning)", name) else [])
     for name in sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+    if not name.startswith(READS_PARTS)
 ]
-READS_PARTS = ("idefics3", "llava_next", "smolvlm")
 OURS = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking", "bracketed", "plain"]
 TURNS = [user("hi"), answer("hello there"), user("And you?")]
 contents = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=20).filter(
@@ -44,16 +46,13 @@ def read_trained(tokenizer: PreTrainedTokenizerFast, row: Row, eos_token: str | 
 
 
 def build_chat(name: str, **more: str) -> tuple[PreTrainedTokenizerFast, list[dict[str, Any]]]:
-    """Tokenizer with a template of TRL or ours, and a chat in its content format."""
+    """Tokenizer with a template of TRL or ours, and a chat."""
     template = SHIPPED / f"{name}.jinja"
     text = template.read_text(encoding="utf-8") if template.exists() else source(name)
     tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
     if name.startswith("glm4moe"):  # The template has no end of turn; generation stops at this token.
         tokenizer.eos_token = "<|user|>"
-    messages = [*TURNS, answer("bye", **more)]
-    if name.startswith(READS_PARTS):
-        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-    return tokenizer, messages
+    return tokenizer, [*TURNS, answer("bye", **more)]
 
 
 @pytest.mark.parametrize("name", SHIPPED_NAMES)

@@ -228,7 +228,7 @@ def test_kill_during_write_leaves_no_complete_set(tmp_path, pairs, monkeypatch, 
 
 def test_unwritable_cache_is_refused(tmp_path, pairs):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match="cannot be written"):
+    with pytest.raises(DataError, match="cannot be read or written"):
         fill(build(tmp_path, pairs), Oracle(pairs))
 
 
