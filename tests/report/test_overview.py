@@ -52,7 +52,7 @@ def test_overview_has_the_cost_of_all_devices(tmp_path: Path) -> None:
     # 120 seconds, of 8 devices: 8 dollars.
     assert [entry.cost for entry in list_entries(tmp_path)] == [None, 8]
     text = Page(write_overview(tmp_path).read_text()).text
-    assert "4 min 0 s in all, cost 8.00" in text
+    assert "sum of durations 4 min 0 s, cost 8.00" in text
     assert text.count("cost 8.00") == 2
 
 
@@ -156,7 +156,7 @@ def test_overview_lists_pipeline_stages_in_order(tmp_path: Path) -> None:
     assert page.elements.count("polyline") == 1
     assert page.elements.count("script") == 1
     assert "img" not in page.elements
-    for words in ("1 of 2 done, 2 min 5 s in all", "5 → 2", "not run"):
+    for words in ("1 of 2 done, sum of durations 2 min 5 s", "5 → 2", "not run"):
         assert words in page.text
 
 
