@@ -38,6 +38,21 @@ def test_running_job_is_not_waited_for(tmp_path):
         saver.finish()
 
 
+def test_write_whose_wait_is_interrupted_is_waited_for_at_the_end(tmp_path, monkeypatch):
+    said = []
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), said.append)
+    saver._writing = write_in_background(fail)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saver_module, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saver.finish()
+    saver.settle()
+    assert "could not be written" in said[-1]
+
+
 def test_job_uses_the_gpu_of_its_process(monkeypatch):
     """A new thread has GPU 0 as its current device, on which torch's writer would open a context."""
     chosen = []

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -385,8 +385,9 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait until the current checkpoint is published; raise its error, once."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        if self._writing is not None:
+            wait([self._writing])  # After an interrupt here, ``settle`` waits again.
+            writing, self._writing = self._writing, None
             writing.result()
 
     def raise_failure(self) -> None:
