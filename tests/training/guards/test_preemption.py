@@ -89,7 +89,7 @@ class Hook:
             STOP.request("SIGTERM")
             stop_if_agreed()
         self.steps.append(step)
-        return {"loss": float(sum(float(parameter.sum()) for parameter in model.parameters())), "step": step}
+        return {"loss": sum(parameter.sum().item() for parameter in model.parameters()), "step": step}
 
 
 @pytest.mark.parametrize(
