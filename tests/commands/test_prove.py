@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.commands import prove
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
@@ -56,6 +57,16 @@ def test_failing_check_is_a_row_and_exit_code_2(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "fails", fail)])
     assert prove.main(["--output", str(tmp_path)]) == EXIT_USER
     assert "| one | fails | failed |" in (tmp_path / prove.PAGE).read_text()
+
+
+def test_saved_models_show_no_progress_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def save(bench: Bench) -> Mapping[str, Any]:
+        save_model(bench.folder, build_tokenizer())
+        return {}
+
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "saves", save)])
+    assert prove.main(["--output", str(tmp_path)]) == EXIT_DONE
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_of_other_machines_and_broken_rows_are_ignored(tmp_path, monkeypatch, capsys) -> None:

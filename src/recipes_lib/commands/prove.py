@@ -65,10 +65,12 @@ def _choose(listed: Sequence[Check], prefixes: Sequence[str]) -> list[Check]:
 
 
 def _prove(checks: Sequence[Check], bench: Bench, minutes: float) -> int:
+    from recipes_lib.models.loading import hide_progress_bars
     from recipes_lib.proving.results import FAILED, PASSED, SMALL, add_row, format_row, read_rows, run_check, write_page
     from recipes_lib.training.guards.watchdog import WATCHDOG
 
     output, began = bench.folder, time.monotonic()
+    hide_progress_bars()
     rows = read_rows(output, bench.describe().__eq__)
     for name, row in rows.items():
         # A check of several GPUs does not hold for more of them.
