@@ -69,6 +69,7 @@ LOST = LostPeerError("process 1 of this machine ended: it was killed")
         (KeyboardInterrupt(), 130, "interrupted"),
         (LOST, 1, f"rank 0 exits: {LOST}"),
         (FULL, 2, "out/metrics.jsonl: the disk is full"),
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), 2, f"{sys.executable}: No module named 'rich'"),
     ],
 )
 def test_foreseen_end_prints_reason_without_traceback(error, code, message, capsys) -> None:
@@ -174,12 +175,19 @@ class PanicError(BaseException):
     """As of a library in Rust, such as tokenizers."""
 
 
-@pytest.mark.parametrize("kind", [IndexError, PanicError])
-def test_unexpected_exception_is_reported_as_bug_with_traceback(kind, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(raising(kind("list index out of range"))) == 1
+@pytest.mark.parametrize(
+    "raised",
+    [
+        IndexError("list index out of range"),
+        PanicError("list index out of range"),
+        ModuleNotFoundError("No module named 'recipes_lib.lost'", name="recipes_lib.lost"),
+    ],
+)
+def test_unexpected_exception_is_reported_as_bug_with_traceback(raised, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(raised)) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert f"{kind.__name__}: list index out of range" in error
+    assert f"{type(raised).__name__}: {raised}" in error
     assert "This is a bug" in error.splitlines()[-1]
 
 

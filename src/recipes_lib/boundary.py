@@ -196,7 +196,11 @@ def _report(error: BaseException) -> int:
         return errors.EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
         raise error
-    if refusal := errors.explain_refusal(error):
+    refusal = errors.explain_refusal(error)
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("recipes_lib"):
+        remedy = "activate the environment of `make install`, or install the package into this one"
+        refusal = Problem(sys.executable, str(error), remedy)
+    if refusal is not None:
         _print_once(refusal)
         return errors.EXIT_USER
     traceback.print_exception(error)
