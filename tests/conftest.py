@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # The caches of the user are neither read nor written. Workers have the folder of the process that starts them.
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="recipes-tests-")
 if "gpu" not in sys.argv:
     # Results are those of the CPU, also on a machine with a GPU; `pytest -m gpu` runs the tests that need one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -15,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import gc
 import itertools
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +45,12 @@ gc.disable()
 # The duration of an example depends on the load of the machine.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the caches of this run."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,6 +52,17 @@ def expand_home(text: str) -> str:
         raise ConfigError(Problem(text, found, "set the variable HOME, or write an absolute path")) from None
 
 
+def find_cache(name: str) -> Path:
+    """Return a cache folder of this library, in that of the Hugging Face libraries (``HF_HOME``).
+
+    Raises:
+        ConfigError: As ``expand_home``.
+    """
+    from huggingface_hub import constants  # Not needed by `--help`.
+
+    return Path(expand_home(constants.HF_HOME), "recipes_lib", name)
+
+
 def names_path(dataset_test_split: str) -> bool:
     """Return whether held-out data are given as a path; a bare word is the name of a split."""
     return "/" in dataset_test_split or looks_local(dataset_test_split)

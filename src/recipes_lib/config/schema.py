@@ -167,7 +167,7 @@ class TokensConfig:
     pad_token: str | None = None
     """Padding token. Unset: the tokenizer's. Padding is never trained on, whatever its id."""
     prepared_dir: str | None = None
-    """Cache folder of prepared sets. Unset: ``~/.cache/recipes_lib/prepared``."""
+    """Cache folder of prepared sets. Unset: ``recipes_lib/prepared`` in ``HF_HOME``."""
     dataset_num_proc: int | None = None
     """Processes that tokenise. Unset: one per core, at most 8, beyond which reading is the limit."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import expand_home, find_cache
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import fsync, hash_file, is_locked, read_record, replace_record, try_lock
@@ -36,7 +36,6 @@ MANIFEST_FILE = "manifest.json"
 _BEAT_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SECONDS_TO_START = 120.0
-_DEFAULT_ROOT = "~/.cache/recipes_lib/prepared"
 
 
 class Rows(Protocol):
@@ -100,7 +99,8 @@ def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Data
 
 def find_root(config: RecipeConfig) -> Path:
     """Return the folder of prepared sets."""
-    return Path(expand_home(config.tokens.prepared_dir or _DEFAULT_ROOT))
+    chosen = config.tokens.prepared_dir
+    return Path(expand_home(chosen)) if chosen else find_cache("prepared")
 
 
 def compute_key(inputs: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from recipes_lib.data import store
@@ -238,7 +239,8 @@ def test_empty_prepared_set_is_refused(build_config, load_tokenizer, overlong):
 
 def test_prepared_dir_is_used(build_config, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_root(build_config(prepared_dir=None)) == tmp_path / ".cache/recipes_lib/prepared"
+    monkeypatch.setattr(constants, "HF_HOME", "~/hub")
+    assert find_root(build_config(prepared_dir=None)) == tmp_path / "hub/recipes_lib/prepared"
     assert find_root(build_config(prepared_dir="~/sets")) == tmp_path / "sets"
     assert find_root(build_config(prepared_dir="~cachedir/x")) == Path("~cachedir/x")
 

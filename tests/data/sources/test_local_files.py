@@ -17,6 +17,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from tests.rows import read_source
 
 from recipes_lib.config.loader import load_config
@@ -309,7 +310,7 @@ def large(tmp_path, monkeypatch):
     """A file above ``MIN_BYTES``, last changed before ``_SETTLED_NS``."""
     monkeypatch.setattr(local_files, "MIN_BYTES", 10)
     monkeypatch.setattr(local_files, "_SETTLED_NS", -1)
-    monkeypatch.setattr(local_files, "_DIGESTS", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     path = tmp_path / "rows with spaces.jsonl"
     path.write_bytes(b"0123456789")
     return path
@@ -370,7 +371,7 @@ def test_digest_of_recently_changed_file_is_not_cached(large, num_reads, monkeyp
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"sha256": 1}', '{"sha256": "zz"}', "null"])
 def test_damaged_cache_entry_is_ignored(large, tmp_path, content):
     compute_digest(large)
-    (entry,) = (tmp_path / "cache").iterdir()
+    (entry,) = (tmp_path / "cache").rglob("*.json")
     entry.write_text(content)
     assert compute_digest(large) == sha256(large)
 

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import yaml
 from fsspec.utils import glob_translate
 
-from recipes_lib.config.paths import expand_home
+from recipes_lib.config.paths import find_cache
 from recipes_lib.data.sources.readers import (
     TextDocuments,
     is_disk_failure,
@@ -396,7 +396,6 @@ _KNOWN: Final = (
 MIN_BYTES: Final = 64 * 2**20
 """Size from which digests are cached; smaller files are hashed in about 0.1 s."""
 
-_DIGESTS: Final = "~/.cache/recipes_lib/digests"
 _SETTLED_NS: Final = 2 * 10**9
 """Minimum age of a cached file's last change: a later change within the clock's resolution has the same time."""
 
@@ -422,7 +421,7 @@ def compute_digest(path: Path) -> bytes:
         if before["st_size"] < MIN_BYTES:
             return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-        entry = Path(expand_home(_DIGESTS)) / f"{name}.json"
+        entry = find_cache("digests") / f"{name}.json"
         with suppress(DataError, ValueError):  # A missing or damaged entry is written again.
             cached = read_record(entry, {"sha256": str})
             if cached.get("file") == before:
