@@ -537,6 +537,21 @@ def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
         make_corpus(replace(config, output_dir=str(tmp_path / "d")))
 
 
+def test_slurm_job_waits_for_a_new_source_before_a_finished_one(planted, tmp_path, slurm):
+    folder, _, _ = planted
+    sources = [{"name": str(folder / name)} for name in ("bench.jsonl", "web.jsonl")]
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    config = replace(config, output_dir=str(tmp_path / "out"), sources=sources)
+    (_, finished, *_), _ = cleaning.build_jobs(config, inputs.open_inputs(config), tmp_path / "out" / ".work")
+    (finished.folder / "completions").mkdir(parents=True)
+    for rank in range(finished.num_tasks):
+        (finished.folder / "completions" / f"{rank:05d}").touch()
+    assert make_corpus(config) is None
+    cleaned, _, compared, *_ = (slurm / "calls").read_text().splitlines()
+    assert "--dependency" not in cleaned
+    assert "--dependency=afterok:1 " in compared
+
+
 @pytest.mark.parametrize("name", ["an out", "a$b", "it's", "50%j"])
 def test_path_that_slurm_scripts_do_not_quote_is_rejected(name, planted, tmp_path, slurm, monkeypatch):
     folder, _, _ = planted

@@ -470,7 +470,9 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
         options |= {"job_name": re.sub(r"[^\w.-]+", "-", job.name), "depends": previous} if is_slurm else {}
         try:
             kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
-            previous = kind(**options | choose_options(job, config))
+            executor = kind(**options | choose_options(job, config))
+            # datatrove 0.10.1 would start a job after one that is done at once, whatever that one waits for.
+            previous = executor if not is_slurm or executor.get_incomplete_ranks() else previous
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
