@@ -281,6 +281,15 @@ def test_atomic_file_replaces_after_successful_block_only(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left on device (os error 28)")]
+)
+def test_full_disk_of_an_error_without_a_file_is_that_of_the_atomic_folder(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/model: the disk is full"), atomic_folder(tmp_path / "model"):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_atomic_folder_is_renamed_after_successful_block_only(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "model"
     with suppress(ValueError), atomic_folder(folder) as staging:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import IO, Any, Final
 
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem, UserError, explain_refusal
 
 MAX_BYTES: Final = 1 << 28
 """Maximum size of a JSON record or line, 256 MiB: far above any valid one, it bounds memory on an untrusted file."""
@@ -262,14 +262,22 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the ``staging_folder`` of ``folder``, which is flushed and renamed to ``folder`` if the block succeeds.
 
     Raises:
-        ConfigError: ``folder`` is a file or not empty, cannot be created, or another process writes it.
+        ConfigError: ``folder`` is a file or not empty, cannot be created, or another process writes it; or the block
+            has failed for a reason of ``explain_refusal``.
     """
     folder = folder.resolve()  # A link keeps its place, and `.` gets a name.
     with staging_folder(folder) as staging:
         # Under the lock, and before the work of the block, which would be lost.
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(Problem(str(folder), "is not empty", "name another folder"))
-        yield staging
+        try:
+            yield staging
+        except (DivergedError, UserError):
+            raise
+        except Exception as error:  # On a full disk, those of transformers and tokenizers name no file.
+            if refusal := explain_refusal(error, folder):
+                raise ConfigError(refusal) from error
+            raise
         for file in staging.rglob("*"):
             if file.is_file():
                 inherit_read_permission(file)

@@ -245,15 +245,33 @@ def test_jobset_is_valid_and_sets_machine_rank(write, monkeypatch, capsys):
     name = document["metadata"]["name"]
     assert machines.main_process_ip == f"{name}-{replicated['name']}-0-0.{name}"
     assert (machines.num_machines, machines.machine_rank) == (2, 1)
-    flags = read_launch_flags(find_shell_launch(container["command"][2]))
+    flags = read_launch_flags(find_shell_launch(expand(container["command"][2], {})))
     composed = compose(flags, place, monkeypatch, capsys)
     assert composed[7:14] == PLACE
     assert composed[-2:] == ["--output_dir", OUT]
 
 
-def read_container(write) -> dict[str, Any]:
-    document = yaml.safe_load(write("kubernetes", "--image", "i", "--volume", "v"))
-    return document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+def read_container(write, *flags: str) -> dict[str, Any]:
+    """Return the container of a manifest as Kubernetes starts it, with an environment variable ``HF_TOKEN``."""
+    document = yaml.safe_load(write("kubernetes", "--image", "i", "--volume", "v", *flags))
+    container = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    return container | {"command": [expand(word, {"HF_TOKEN": "secret"}) for word in container["command"]]}
+
+
+def expand(text: str, environment: dict[str, str]) -> str:
+    """Expand the references in a word of a container's command. Source: ``expansion.Expand`` of Kubernetes 1.34."""
+
+    def resolve(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else environment.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", resolve, text)
+
+
+@pytest.mark.parametrize("text", ["it's 5 $, $$ and $HOME", '$(HF_TOKEN) `id` "x"', "two\nlines \\ #"])
+def test_argument_of_any_characters_reaches_the_container(text, write):
+    shell = read_container(write, "--run_name", text)["command"][2]
+    words = shlex.split(shell[shell.index("recipes launch") : shell.index(" &\njob=")])
+    assert words[words.index("--run_name") + 1] == text
 
 
 def test_single_pod_has_no_rank_variables(write):

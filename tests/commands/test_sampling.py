@@ -252,6 +252,16 @@ def test_error_of_a_failed_write_names_the_file(tmp_path):
     assert caught.value.filename == str(tmp_path / "rows.jsonl")
 
 
+def test_error_of_a_failed_truncation_names_the_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    open_file(path).write(iter([]))
+    path.unlink()
+    path.symlink_to("/dev/full")  # It can be opened for writing, and not truncated.
+    with pytest.raises(OSError, match="Invalid argument") as caught:
+        open_file(path).write(iter([]))
+    assert caught.value.filename == str(path)
+
+
 def test_row_file_rejects_other_key_and_foreign_file(tmp_path):
     file = open_file(tmp_path / "rows.jsonl", facts={"seed": 7})
     file.write(count_to(file.counts, 3))

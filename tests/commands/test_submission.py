@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +117,29 @@ def test_queued_stage_is_not_resubmitted(cluster: Cluster) -> None:
     assert "--dependency=afterok:1:2 " in cluster.read_calls()[-1]
 
 
+def test_queued_stage_whose_need_has_failed_is_resubmitted(cluster: Cluster) -> None:
+    """SLURM cancels its job, but not at once."""
+    (cluster.folder / "holds").touch()
+    for job in ("1", "2"):
+        (cluster.folder / job).write_text("0")
+    cluster.run()
+    (cluster.folder / "queued").write_text("2\n3\n")
+    (cluster.folder / "4").write_text("0")
+    printed = cluster.run()
+    assert "one: submitted as job 4" in printed
+    assert "two: already queued as job 2" in printed
+    assert "three: submitted as job 5" in printed
+    assert "--dependency=afterok:4:2 " in cluster.read_calls()[-1]
+
+
+def test_stage_that_ends_while_jobs_are_listed_is_not_resubmitted(cluster: Cluster, install) -> None:
+    cluster.run("--until", "one")
+    record = cluster.output_dir / "pipeline.json"
+    record.rename(cluster.folder / "recorded")
+    install({"squeue": f"#!/bin/bash\nmv {shlex.quote(str(cluster.folder / 'recorded'))} {shlex.quote(str(record))}\n"})
+    assert "one: already done" in cluster.run("--until", "one")
+
+
 def test_launched_stage_requests_its_machines(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "model").mkdir()
@@ -195,7 +219,8 @@ open(os.environ["SLURM"] + "/calls", "a").write(" ".join(sys.argv[1:-1]) + "\\n"
 job = yaml.safe_load(open(sys.argv[-1]))
 if "spec" in job:
     pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    words = pod["containers"][0]["command"]
+    # Kubernetes expands $$ to $.
+    words = [word.replace("$$", "$") for word in pod["containers"][0]["command"]]
 else:
     words = ["bash", "-c", job["run"]]
 print("ended with", subprocess.run([word.replace("cd /app", ":") for word in words]).returncode)

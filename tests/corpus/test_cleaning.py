@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -528,14 +529,55 @@ def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
     assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
-    with pytest.raises(ConfigError, match=r"output_dir: .*contains a space"):
-        make_corpus(replace(config, output_dir=str(tmp_path / "an out")))
     (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
         make_corpus(replace(config, output_dir=str(tmp_path / "c")))
     (slurm / "sbatch").unlink()
     with pytest.raises(ConfigError, match="sbatch is not installed"):
         make_corpus(replace(config, output_dir=str(tmp_path / "d")))
+
+
+def test_slurm_job_waits_for_a_new_source_before_a_finished_one(planted, tmp_path, slurm):
+    folder, _, _ = planted
+    sources = [{"name": str(folder / name)} for name in ("bench.jsonl", "web.jsonl")]
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    config = replace(config, output_dir=str(tmp_path / "out"), sources=sources)
+    (_, finished, *_), _ = cleaning.build_jobs(config, inputs.open_inputs(config), tmp_path / "out" / ".work")
+    (finished.folder / "completions").mkdir(parents=True)
+    for rank in range(finished.num_tasks):
+        (finished.folder / "completions" / f"{rank:05d}").touch()
+    assert make_corpus(config) is None
+    cleaned, _, compared, *_ = (slurm / "calls").read_text().splitlines()
+    assert "--dependency" not in cleaned
+    assert "--dependency=afterok:1 " in compared
+
+
+@pytest.mark.parametrize("name", ["an out", "a$b", "it's", "50%j"])
+def test_path_that_slurm_scripts_do_not_quote_is_rejected(name, planted, tmp_path, slurm, monkeypatch):
+    folder, _, _ = planted
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    with pytest.raises(ConfigError, match=r"output_dir: .* contains .*, which datatrove's Slurm scripts do not allow"):
+        make_corpus(replace(config, output_dir="out"))
+    assert not (slurm / "calls").exists()
+
+
+def test_label_of_any_characters_is_a_valid_job_name(planted, tmp_path, slurm):
+    folder, _, _ = planted
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    sources = [{"name": str(folder / "web.jsonl"), "label": 'it\'s a "$(id)"\n--wrap'}]
+    make_corpus(replace(config, output_dir=str(tmp_path / "out"), sources=sources))
+    script = (slurm / "script-1").read_text()
+    assert "#SBATCH --job-name=cleaning-it-s-a-id---wrap\n" in script
+    subprocess.run(["bash", "-n", slurm / "script-1"], check=True)
+
+
+def test_options_of_one_job_keep_the_defaults(tmp_path):
+    given = {"sbatch_args": {"account": "a"}, "cleaning": {"sbatch_args": {"account": "b"}, "condaenv": "env"}}
+    config = CorpusConfig(executor="slurm", executor_options=given)
+    options = cleaning.choose_options(cleaning.Job("cleaning web", tmp_path, [], 1), config)
+    assert options == {"sbatch_args": {"account": "b", "kill-on-invalid-dep": "yes"}, "condaenv": "env"}
 
 
 @pytest.mark.multiprocess

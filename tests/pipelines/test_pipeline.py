@@ -311,6 +311,11 @@ def test_problems_are_reported_together_and_once(tmp_path: Path, text: str, num_
     assert len(caught.value.problems) == num_problems
 
 
+def test_gate_may_name_a_dotted_metric_that_is_no_stage(tmp_path: Path) -> None:
+    (stage,) = read(tmp_path, "stages: {scores: {run: x, require: {arc_easy.acc: '> 0.4'}}}").stages
+    assert stage.require == {"arc_easy.acc": "> 0.4"}
+
+
 @pytest.mark.parametrize(
     ("requirement", "value", "is_met"),
     [

@@ -234,15 +234,17 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RECORD
     jobs: dict[str, str] = read_record(path, {"jobs": dict})["jobs"] if path.is_file() else {}
-    done = find_done(pipeline)
-    # The user's pending and running jobs.
+    # The user's pending and running jobs. Before the records: a job that ends in between has recorded its stage.
     queued = _run_command(["squeue", "--me", "--noheader", "--format=%A"]).split()
     live = {name: job for name, job in jobs.items() if job in queued}
+    done, submitted = find_done(pipeline), set[str]()
     for stage in chosen:
-        if stage.name in done or stage.name in live:
+        # A queued job whose dependency has failed never starts; SLURM cancels it later.
+        if stage.name in done or (stage.name in live and submitted.isdisjoint(stage.needs)):
             status = f"already queued as job {live[stage.name]}" if stage.name in live else "already done"
         else:
             live[stage.name] = _submit(options, pipeline, stage, _find_needed_jobs(stage, done, live))
+            submitted.add(stage.name)
             # After every job: if a later one is refused, the next command does not submit this one again.
             jobs[stage.name] = live[stage.name]
             replace_record(path, {"jobs": jobs})

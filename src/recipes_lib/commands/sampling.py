@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -135,7 +136,8 @@ class RowFile(Generic[Counted]):
             # Before any row: a process killed in its first batch would leave a file without a record, which is refused.
             self._write_record()
             # Removes rows that a killed process has written but not counted; they are generated again.
-            file.truncate(self.counts.num_bytes)
+            # By its path, which an error of the disk then names.
+            os.truncate(self._path, self.counts.num_bytes)
             for rows in batches:
                 # Rows are fsynced before the record counts them: a record never counts rows that a crash has lost.
                 text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

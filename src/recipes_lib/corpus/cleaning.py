@@ -459,17 +459,20 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
     """
     is_slurm = config.executor == "slurm"
     # datatrove's Slurm scripts do not quote paths (0.10.1, `SlurmPipelineExecutor.launch_job`).
-    if is_slurm and " " in str(jobs[0].folder):
-        found = f"{str(jobs[0].folder)!r} contains a space, which datatrove's Slurm scripts do not allow"
-        raise ConfigError(Problem("output_dir", found, "write a folder without spaces"))
+    place = str(Path(config.output_dir).absolute())
+    if is_slurm and (wrong := re.search(r"[^\w@+=:,./-]", place)):
+        found = f"{place!r} contains {wrong[0]!r}, which datatrove's Slurm scripts do not allow"
+        raise ConfigError(Problem("output_dir", found, "write letters, digits and . _ - only"))
     previous: Any = None
     for job in jobs:
         options = {"pipeline": list(job.pipeline), "tasks": job.num_tasks, "logging_dir": str(job.folder)}
         options |= {"workers": config.workers} if config.workers else {}
-        options |= {"job_name": job.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
+        options |= {"job_name": re.sub(r"[^\w.-]+", "-", job.name), "depends": previous} if is_slurm else {}
         try:
             kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
-            previous = kind(**options | choose_options(job, config))
+            executor = kind(**options | choose_options(job, config))
+            # datatrove 0.10.1 would start a job after one that is done at once, whatever that one waits for.
+            previous = executor if not is_slurm or executor.get_incomplete_ranks() else previous
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
@@ -503,13 +506,14 @@ def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
     if name == "comparing":
         memory = _COMPARING_GIGABYTES + count_compared_bytes(job.num_bytes // _BYTES_PER_DOCUMENT) / 1e9
         options["mem_per_cpu_gb"] = math.ceil(memory)
+    options |= given | of_jobs[name]
     if config.executor == "slurm":
         # Jobs run in this Python environment by default.
         environment = {"env_command": f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"}
-        options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
+        options |= {} if options.keys() & {"env_command", "condaenv", "venv_path"} else environment
         # Without this option, jobs stay queued forever after a job that they depend on has failed.
-        options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
-    return options | given | of_jobs[name]
+        options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **options.get("sbatch_args", {})}
+    return options
 
 
 def _is_queued(submitted: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from fractions import Fraction
 
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 from recipes_lib.data.packed import prepared_set
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
 from recipes_lib.data.pairs.preference_sets import load_pair_data
-from recipes_lib.data.sources.replay_dataset import EpochOrder, ReplayOrder, find_replayed
+from recipes_lib.data.sources.replay_dataset import (
+    EpochOrder,
+    ReplayOrder,
+    find_replay_warning,
+    find_replayed,
+    read_order_seed,
+)
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import ConfigError, DataError
 
@@ -79,6 +86,31 @@ def write_all(build_config, write_rows, make_chats, tmp_path):
         return build_config(**{"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 96} | options)
 
     return build
+
+
+@pytest.mark.parametrize(("max_length", "expected"), [(None, 96), (32, 32)])
+def test_given_maximum_length_replaces_that_of_the_run(max_length, expected, write_all, tmp_path):
+    replayed = find_replayed(write_all(replay_dataset=str(tmp_path / "old.jsonl")), max_length)
+    assert replayed.tokens.max_length == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "seed"),
+    [
+        ({"seed": 3}, 3),
+        ({"seed": 3, "data_seed": 0}, 0),
+        ({"seed": 3, "data_seed": 5, "train_sampling_strategy": "sequential"}, None),
+    ],
+)
+def test_data_seed_orders_rows_unless_they_are_read_in_sequence(keys, seed, write_all):
+    config = write_all()
+    assert read_order_seed(dataclasses.replace(config, training={**config.training, **keys})) == seed
+
+
+def test_replayed_rows_are_warned_of_above_four_passes_an_epoch():
+    records = [{}, *({"replay": {"passes_per_epoch": passes}} for passes in (4.0, 4.25))]
+    assert [len(find_replay_warning(record)) for record in records] == [0, 0, 1]
+    assert "4.2 times an epoch" in find_replay_warning(records[-1])[0]
 
 
 def test_replay_share_of_packs_counts_trained_tokens(write_all, tiny_tokenizer, tmp_path):
