@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.training.checkpoints.sharded import gather_trained_state
+from recipes_lib.training.layouts import fsdp
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
     gathered,
@@ -205,17 +206,26 @@ def test_passes_over_gathered_weights_leave_later_collectives_unchanged(num_pass
         distributed.destroy_process_group()
 
 
-def test_frozen_model_is_not_registered_for_checkpoints():
+@pytest.mark.parametrize("recipe", [None, SimpleNamespace(config="tensorwise", module_filter_func=None)])
+def test_frozen_model_has_products_of_trained_one_and_is_in_no_checkpoint(monkeypatch, recipe):
+    """Otherwise, under fp8, log-probabilities of a reference would differ from those of the equal policy."""
     models: list[nn.Module] = []
+    converted: list[tuple[nn.Module, Any]] = []
 
     def prepare_model(model: nn.Module, **_: bool) -> nn.Module:
         models.append(model)
         return model
 
-    accelerator = SimpleNamespace(is_fsdp2=False, prepare_model=prepare_model, _models=models)
+    def convert(model: nn.Module, config: Any, module_filter_func: Any) -> None:
+        converted.append((model, config))
+
+    monkeypatch.setattr(fsdp, "convert_model_to_fp8_ao", convert)
+    stand_ins: dict[str, Any] = {"prepare_model": prepare_model, "_models": models}
+    accelerator: Any = SimpleNamespace(is_fsdp2=False, ao_recipe_handler=recipe, **stand_ins)
     model = nn.Linear(2, 2)
     assert prepare_frozen(accelerator, model) is model
     assert not models
+    assert converted == ([] if recipe is None else [(model, "tensorwise")])
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 40_000)])

@@ -302,6 +302,21 @@ def test_model_of_a_finished_training_is_not_compiled(tiny_model_dir, tmp_path) 
     assert not is_compiled(trainer.model)
 
 
+def test_second_run_of_a_process_is_compiled_as_the_first() -> None:
+    """Graphs of the first would be reused without being counted: as if torch had fallen back to eager mode."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    lines: list[str] = []
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_config(config)
+        check = Compilation(model, {"backend": "eager"}, Narrator(lines))
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+        check.on_step_end(None, None, None)
+    assert lines[0].endswith(" graphs")
+    assert lines[1] == lines[0]
+
+
 def test_compiled_graphs_are_counted_instead_of_frames(monkeypatch) -> None:
     """A frame whose only graph break is inside of a checkpoint counts as ``ok`` and runs in eager mode."""
     monkeypatch.setattr("recipes_lib.training.optim.compilation.compile_layers", lambda *_: 2)

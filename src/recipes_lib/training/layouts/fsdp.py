@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
+from accelerate.utils import convert_model_to_fp8_ao, convert_to_fp32, fsdp2_prepare_model
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -242,7 +242,13 @@ def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return a frozen model with the sharding and compute dtype of the trained one; all ranks must call."""
+    """Return a frozen model with the sharding and compute dtype of the trained one; all ranks must call.
+
+    Source: ``tests/training/layouts/test_fsdp.py``.
+    """
+    if (recipe := accelerator.ao_recipe_handler) is not None:
+        # accelerate 1.15 converts to fp8 only what is prepared for training: a reference would differ from the policy.
+        convert_model_to_fp8_ao(model, config=recipe.config, module_filter_func=recipe.module_filter_func)
     if accelerator.is_fsdp2:
         sharded: nn.Module = shard(accelerator, model)
         return sharded

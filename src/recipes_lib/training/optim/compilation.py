@@ -210,6 +210,8 @@ class Compilation(TrainerCallback):
         Raises:
             ConfigError: As ``compile_layers``.
         """
+        # Graphs of an earlier run in this process would count towards the limit, and those reused would not be counted.
+        torch.compiler.reset()
         self._num_layers, self._progress = compile_layers(model, options), progress
         self._before: int | None = _count_graphs()
 
