@@ -176,6 +176,7 @@ CASES = [
     *({"loss_type": "cispo", "epsilon_high": 1.1} | more for more in ({}, {"beta": 0.3})),
     *({"loss_type": "sapo"} | more for more in ({}, {"sapo_temperature_pos": 2.0, "beta": 0.3})),
     *({"loss_type": "vespo"} | more for more in ({}, {"vespo_k_neg": 1.0, "vespo_lambda_pos": 2.0, "beta": 0.3})),
+    *({"loss_type": name, "vllm_importance_sampling_mode": "sequence_truncate"} for name in ("dapo", "vespo")),
 ]
 
 
@@ -248,8 +249,11 @@ def test_objective_matches_trl_grpo(upstream, monkeypatch, options, is_weighted)
     # Of the two negative advantages, the engine probability is above the policy's for one, and below for the other.
     engine = old + torch.where(advantages == advantages.min(), 1.0, -1.0)[:, None]
     engine += torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
-    # TRL's ``token_truncate``, with 1 at padding.
-    ratio = torch.where(is_token, (old - engine).exp(), 1.0).clamp(max=2.0)
+    gap = torch.where(is_token, old - engine, 0.0)
+    if objective.vllm_importance_sampling_mode == "sequence_truncate":
+        gap = gap.sum(dim=1, keepdim=True)
+    # As in TRL: (B, T) with 1 at padding, or (B, 1).
+    ratio = gap.exp().clamp(max=2.0)
     inputs = {
         "old_per_token_logps": old,
         "num_items_in_batch": torch.tensor(float(num_generation_tokens)),

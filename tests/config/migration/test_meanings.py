@@ -42,6 +42,13 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("sft", {"finetuning_type", "lora_rank", "lora_alpha", "max_length", "packing"}, ["`overlong: truncate`"]),
         ("sft", {"loss_on", "packing", "optimizer._component_"}, ["`lr_scheduler_type: constant`"]),
         ("sft", {"loss_on", "packing", "optimizer._component_", "lr_scheduler._component_"}, []),
+        (
+            "distill",
+            {"teacher_model_name_or_path", "packing"},
+            ["`distillation_alpha: 0`", "`lmbda: 0.5`", "`distillation_beta: 0.5`"],
+        ),
+        ("distill", {"teacher_model_name_or_path", "packing", "distillation_alpha", "lmbda", "beta"}, []),
+        ("sft", {"teacher_model_name_or_path", "loss_on", "packing"}, []),
     ],
 )
 def test_undecided_meanings_are_reported(recipe, present, expected) -> None:

@@ -449,6 +449,8 @@ def test_effective_upstream_value_is_written(write, minimal_text: str, recipe: s
         ("dpo", "warmup_ratio: 0.1\nmax_steps: 10", {"lr_scheduler_type"}),
         ("sft", "lr_scheduler_type: constant", set()),
         ("sft", "lr_scheduler: linear\nwarmup_steps: 0", set()),
+        ("reward", "lr_scheduler_type: constant\nmax_steps: 10", {"center_rewards_coefficient"}),
+        ("reward", "lr_scheduler_type: constant\nmax_steps: 10\ncenter_rewards_coefficient: 0", set()),
     ],
 )
 def test_absent_keys_of_other_defaults_are_reported(write, minimal_text: str, recipe: str, old: str, remarked) -> None:
