@@ -31,6 +31,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"loss_type": "apo_zero"}, "dpo", None),
         ("recipes/mine", {"loss_type": ["sigmoid", "sft"]}, "dpo", None),
         ("recipes/mine", {"loss_type": "dapo"}, "grpo", None),
+        ("recipes/mine", {"reward_model": True, "adapter": "lora"}, "reward", None),
+        ("recipes/mine", {"reward_model": "a/b"}, "sft", None),
         ("recipes/mine", {"center_rewards_coefficient": 0.01}, "reward", None),
         ("recipes/mine", {"beta": 0.1, "output_dir": "data/zephyr-orpo-141b/"}, "dpo", "orpo"),
         ("recipes/mine", {"num_generations": 8, "beta": 0.0}, "grpo", None),

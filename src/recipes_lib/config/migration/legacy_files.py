@@ -161,6 +161,8 @@ def convert_value(key: str, values: Mapping[str, Any], recipe: str) -> dict[str,
         new = dict(value)
     elif key == "plugins" and isinstance(value, list) and all(_KERNELS.fullmatch(str(name)) for name in value):
         new = {}
+    elif key == "reward_model" and value is True:
+        new = {} if recipe == "reward" else None
     elif key == "gradient_checkpointing" and value == "offload":
         new = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
     elif key in ("dataset", "dataset_dir", "dataset_prompt_column", "pretraining_dataset"):
@@ -219,6 +221,8 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
     evidence |= {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     if "base_model" in values:  # axolotl's `model_config` changes the configuration of this model.
         evidence.pop("model_config", None)
+    if values.get("reward_model") is True:  # In other programs, it is a path.
+        evidence["reward_model"] = ["reward"]
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
@@ -269,6 +273,8 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         return None, ""
     new, remark = _join([_convert_entry(item) for item in legacy], extra)
     kinds = [str(item.get("type") or "chat_template") for item in legacy]
+    if "completion" in kinds:
+        remark = "axolotl splits texts longer than `sequence_len`: write `overlong: split` to keep that"
     if own := next((kind for kind in kinds if not re.search("chat_template|completion|sharegpt", kind)), None):
         remark = f"axolotl's `type: {own}` has a prompt of its own; here, rows are turns of the chat template"
     return new, remark

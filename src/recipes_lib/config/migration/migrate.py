@@ -37,6 +37,7 @@ _LEARNING_KEYS = (
     "num_train_epochs",
     "weight_decay",
     "adam_beta2",
+    "center_rewards_coefficient",
 )
 """Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
@@ -249,7 +250,8 @@ class _Rewriter:
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
-        left_out = [self.table.keys[name] for name in _LEARNING_KEYS if name not in self.taken | self.overruled]
+        names = self.table.keys.keys() - self.taken - self.overruled
+        left_out = [self.table.keys[name] for name in _LEARNING_KEYS if name in names]
         if absent := [f"`{key.name}` ({key.default}, {key.upstream_default})" for key in left_out if key.reason]:
             what = f"the file has no {', '.join(absent)}: in parentheses are the defaults, here and upstream"
             self.changes.append(Change(0, what, by_hand=True))
