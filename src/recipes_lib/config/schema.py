@@ -177,8 +177,8 @@ class ChatConfig:
     """Messages that are added to chats."""
 
     system_prompt: str | None = None
-    """System message of chats and prompts without one, in training and held-out rows; plain text is an error. `recipes
-    eval`, `recipes synthesize` and servers do not add it."""
+    """System message of chats and prompts without one, in training and held-out rows; plain text is an error.
+    ``eval_tasks``, ``recipes eval``, ``recipes synthesize`` and servers do not add it."""
 
 
 @dataclass(frozen=True, kw_only=True)

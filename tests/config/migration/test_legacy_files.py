@@ -110,11 +110,11 @@ def test_ambiguous_dataset_keys_need_review(legacy: dict) -> None:
 
 DATASET_INFO = {
     "mine": {"file_name": "mine.json"},
-    "asked": {"hf_hub_url": "a/b", "subset": "en", "split": "test", "columns": {"prompt": "q", "response": "r"}},
+    "asked": {"hf_hub_url": "a/b", "subset": "en", "split": "test", "columns": {"prompt": "q", "query": "c"}},
     "chats": {"hf_hub_url": "c/d", "formatting": "sharegpt", "columns": {"messages": "dialogue", "system": "persona"}},
     "part": {"file_name": "mine.json", "num_samples": 10},
 }
-ASKED = {"name": "a/b", "config": "en", "split": "test", "columns": {"instruction": "q", "output": "r"}}
+ASKED = {"name": "a/b", "config": "en", "split": "test", "columns": {"instruction": "q", "input": "c"}}
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,8 @@ class _Rewriter:
                 continue
             became = f"became {', '.join(f'`{key}: {value}`' for key, value in new.items())}" if new else "was deleted"
             by_hand = entry.key == "dataset"
-            what = f"`{entry.key}: {self.values[entry.key]}` {became}" + "; see `recipes preview`" * by_hand
+            reads = "; other columns, such as `system`, are read too: see `recipes preview`" * by_hand
+            what = f"`{entry.key}: {self.values[entry.key]}` {became}{reads}"
             self._replace(entry, new, what, by_hand=by_hand)
             self.taken |= set(new)
 
