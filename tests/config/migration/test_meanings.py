@@ -25,6 +25,8 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("sft", {"loss_on"}, ["`packing: false`"]),
         ("sft", {"loss_on", "packing", "max_seq_length"}, ["`overlong: truncate`"]),
         ("sft", {"loss_on", "packing", "max_length", "overlong"}, []),
+        ("sft", {"loss_on", "packing", "system_prompt"}, ["`system_prompt`"]),
+        ("grpo", {"missing_eos_penalty", "system_prompt"}, []),
         ("dpo", {"dataset"}, ["`dataset_name`"]),
         ("dpo", {"dataset", "dataset_mixture"}, []),
         ("dpo", {"stage"}, ["`--recipe lora`"]),
