@@ -46,7 +46,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
         ("strategy: ddp", "hardware", "accelerate YAML"),
         ("evals_per_epoch: 4", "is not supported", "`eval_steps`"),
-        ("system_prompt: x", "system messages belong to the rows", "add a system message"),
+        ("default_system: x", "unknown key", "did you mean `system_prompt`?"),
         ("dataset_splits: [train, test]", "two keys", "`dataset_test_split`"),
         # The remedy names keys of another recipe.
         ("kd_ratio: 0.5", "`distillation_alpha`", "use the `distill` recipe"),
@@ -61,7 +61,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("dtype: bf16", "another program's value", "write bfloat16"),
         ("shuffle: true", "`train_sampling_strategy`", "delete the line"),
         ("device: cuda", "hardware", "accelerate YAML"),
-        ("liger_rms_norm: true", "one key here", "use_liger_kernel"),
+        ("liger_rms_norm: true", "`use_liger_kernel` here", "delete the line"),
         ("wandb_project: x", "W&B", "the environment variable WANDB_PROJECT"),
     ],
 )

@@ -106,6 +106,17 @@ def test_question_includes_system_prompt_and_context(load):
         assert prompt.content == [{"role": "system", "content": "Be brief."}, turn]
 
 
+def test_system_prompt_is_in_prompts_and_messages_of_rewards(load, tiny_tokenizer):
+    turns = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    own = [{"role": "system", "content": "Be long."}, *QUESTION]
+    added, kept = load([{"prompt": QUESTION}, {"prompt": own}], system_prompt="Be brief.").train
+    assert [added.content, kept.content] == [turns, own]
+    expected = tiny_tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert tiny_tokenizer.decode(added.input_ids) == expected
+    with pytest.raises(DataError, match="`system_prompt` is a message of a chat"):
+        load([{"prompt": "What is 2 plus 2?"}], system_prompt="Be brief.")
+
+
 def test_instruction_includes_its_input(load):
     (prompt,) = load([{"instruction": "Add.", "input": "2 + 2"}]).train
     assert prompt.content == [{"role": "user", "content": "Add.\n2 + 2"}]

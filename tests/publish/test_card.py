@@ -47,9 +47,15 @@ def test_card_is_written_atomically(tmp_path, monkeypatch):
 def test_sample_prompts_are_not_shortened_like_paths(tmp_path):
     prompts = ["/no_think What is 1 / 2?", "Solve x=/2"]
     functions = ["judges:grade(model='a/b', prompt='/data/p.yaml', rate=2)"]
-    facts = {"sample_prompts": prompts, "chat_template_path": "/data/a.jinja", "reward_funcs": functions}
+    facts = {
+        "sample_prompts": prompts,
+        "system_prompt": "/no_think",
+        "chat_template_path": "/data/a.jinja",
+        "reward_funcs": functions,
+    }
     card = build_card(tmp_path, record(**facts), {})
     assert f"sample_prompts: {json.dumps(prompts)}" in card
+    assert 'system_prompt: "/no_think"' in card
     assert "judges:grade(model='a/b', prompt='p.yaml', rate=2)" in card
     assert 'chat_template_path: "a.jinja"' in card
 
@@ -109,6 +115,15 @@ def test_card_of_reward_model_loads_score_head(tmp_path):
     used = ModelCard.load(tmp_path / "README.md").text.split("```")[1]
     assert "RewardModel.load(" in used
     assert "text-generation" not in used
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_card_shows_system_prompt_of_training(tmp_path, stage):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    for keys in ({}, {"system_prompt": '/no_think "Be brief."'}):
+        used = build_card(tmp_path, record(**keys) | {"stage": stage}, {}).split("```")[1].removeprefix("python")
+        texts = {node.value for node in ast.walk(ast.parse(used)) if isinstance(node, ast.Constant)}
+        assert texts & {"system", *keys.values()} == ({"system", *keys.values()} if keys else set())
 
 
 @pytest.mark.parametrize(("stage", "has_template", "is_chat"), [("sft", 1, 1), ("sft", 0, 0), ("pretrain", 1, 0)])

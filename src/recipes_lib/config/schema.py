@@ -173,6 +173,15 @@ class TokensConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Messages that are added to chats."""
+
+    system_prompt: str | None = None
+    """System message of chats and prompts without one, in training and held-out rows; plain text is an error.
+    ``eval_tasks``, ``recipes eval``, ``recipes synthesize`` and servers do not add it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model and tokenizer, and how they are loaded; TRL's ``ModelConfig`` spelling."""
 
@@ -502,6 +511,7 @@ class RecipeConfig:
     tokens: TokensConfig
     model: ModelConfig
     evaluation: EvaluationConfig
+    chat: ChatConfig = ChatConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     pretraining: PretrainingConfig = PretrainingConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -25,7 +25,7 @@ from recipes_lib.data.packed.supervision_audit import Finding
 from recipes_lib.data.sources.formats import COLUMNS, canonicalize, detect_format, read_question
 from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_guesses
 from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row
+from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row, add_system_prompt
 from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
 from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
@@ -197,7 +197,7 @@ def _build(
 
     def encode_all() -> Iterator[pa.RecordBatch]:
         for mixture in mixtures:
-            rows = _read(mixture, config.data)
+            rows = _read(mixture, config)
             for batch, chunk in map_chunks(rows, partial(_encode, encoder), broken, config.tokens.dataset_num_proc):
                 chunks.append(chunk)
                 yield batch
@@ -314,7 +314,7 @@ def _restore_bytes(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[_BYTES]) if _BYTES in value else value
 
 
-def _read(mixture: Mixture, data: DataConfig) -> Iterator[Row | Problem]:
+def _read(mixture: Mixture, config: RecipeConfig) -> Iterator[Row | Problem]:
     """Yield each prompt as a row without an answer, or a ``Problem`` in place of a broken one.
 
     Raises:
@@ -325,7 +325,11 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[Row | Problem]:
     for entry in part.source.rows():
         is_empty = False
         try:
-            yield entry if isinstance(entry, Problem) else _take_prompt(entry, data)
+            if isinstance(entry, Problem):
+                yield entry
+            else:
+                # Here, because reward functions and models read the messages too.
+                yield add_system_prompt(_take_prompt(entry, config.data), config.chat.system_prompt)
         except DataError as error:
             yield error.problems[0]
     if is_empty:

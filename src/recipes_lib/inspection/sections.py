@@ -296,7 +296,7 @@ class Inspection(ABC):
         keys, positions = self.config.evaluation, read_positions(self.model_config)
         load_metrics(keys.metrics or [])
         load_callbacks(keys.callbacks or [])
-        build_prompts(keys, (), self.tokenizer, positions, report)
+        build_prompts(keys, (), self.tokenizer, positions, report, self.config.chat.system_prompt)
         if keys.eval_tasks:
             for name, task in load_training_tasks(keys, positions)[1]["tasks"].items():
                 num_questions = len(task.eval_docs)

@@ -134,6 +134,7 @@ def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, f
         about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
         is_chat=record["stage"] != "pretrain" and (folder / _CHAT_TEMPLATE).is_file(),
+        system_prompt=config.get("system_prompt"),
         # The record of a run that has ended has the commit of a Hub model; a folder has none, whatever its path.
         base=base if record.get("model_commit", base) else None,
         datasets=datasets,
@@ -453,7 +454,8 @@ def make_portable(value: Any) -> Any:
         return [make_portable(item) for item in value]
     if isinstance(value, dict):
         # A prompt may begin like a path: `/no_think ...`.
-        return {key: item if key == "sample_prompts" else make_portable(item) for key, item in value.items()}
+        prompts = ("sample_prompts", "system_prompt")
+        return {key: item if key in prompts else make_portable(item) for key, item in value.items()}
     if not isinstance(value, str):
         return value
     value = _QUOTED_PATH.sub(lambda found: found["quote"] + Path(found["path"]).name, value)

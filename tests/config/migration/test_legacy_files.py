@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+import yaml
 
 from recipes_lib.config.migration.legacy_files import convert_datasets
+from recipes_lib.config.migration.migrate import migrate
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,10 @@ from recipes_lib.config.migration.legacy_files import convert_datasets
             {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"},
         ),
         ({"datasets": [{"path": "a/b", "type": "completion"}]}, {"dataset_name": "a/b", "dataset_format": "text"}),
+        (
+            {"datasets": [{"path": "a/b", "field_messages": "dialogue", "field_chosen": "chosen"}, {"path": "c/d"}]},
+            {"dataset_mixture": [{"name": "a/b", "columns": {"conversations": "dialogue"}}, {"name": "c/d"}]},
+        ),
         (
             {"datasets": [{"path": "a/b", "type": "completion"}, {"path": "c/d", "type": "chat_template"}]},
             {"dataset_mixture": [{"name": "a/b", "format": "text"}, {"name": "c/d"}]},
@@ -88,7 +97,7 @@ def test_numbers_of_rows_are_not_passes(mixer: object) -> None:
     [
         {"datasets": [{"path": "json", "data_files": "x.json"}]},
         {"datasets": "a/b"},
-        {"datasets": [{"path": "a/b", "field_messages": "dialogue"}]},
+        {"datasets": [{"path": "a/b", "drop_system_message": True}]},
         {"dataset_mixture": {"seed": 1}},
         {"dataset_mixer": ["a/b"]},
         {"dataset_mixer": {}},
@@ -97,3 +106,51 @@ def test_numbers_of_rows_are_not_passes(mixer: object) -> None:
 )
 def test_ambiguous_dataset_keys_need_review(legacy: dict) -> None:
     assert convert_datasets(legacy)[0] is None
+
+
+DATASET_INFO = {
+    "mine": {"file_name": "mine.json"},
+    "asked": {"hf_hub_url": "a/b", "subset": "en", "split": "test", "columns": {"prompt": "q", "query": "c"}},
+    "chats": {"hf_hub_url": "c/d", "formatting": "sharegpt", "columns": {"messages": "dialogue", "system": "persona"}},
+    "part": {"file_name": "mine.json", "num_samples": 10},
+}
+ASKED = {"name": "a/b", "config": "en", "split": "test", "columns": {"instruction": "q", "input": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("names", "new"),
+    [
+        ("mine", {"dataset_name": "DATA/mine.json"}),
+        ("asked, mine", {"dataset_mixture": [ASKED, {"name": "DATA/mine.json"}]}),
+        ("chats", {"dataset_name": "c/d", "dataset_columns": {"conversations": "dialogue", "system": "persona"}}),
+        ("e/f", {"dataset_name": "e/f"}),
+        ("part", None),
+        ("mine,gone", None),
+    ],
+)
+def test_dataset_names_of_llama_factory_are_looked_up(tmp_path: Path, write, names: str, new) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    (tmp_path / "mine.json").write_text("[]")
+    old = f"model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: {names}\n"
+    migration = migrate(write(f"{old}dataset_dir: {tmp_path}\noutput_dir: o\n"))
+    assert migration.is_ready == (new is not None)
+    loaded = json.loads(json.dumps(yaml.safe_load(migration.text)).replace(str(tmp_path), "DATA"))
+    assert loaded == {"model_name_or_path": "a/b", "output_dir": "o", **(new or {})}
+    assert any(change.by_hand and "`dataset" in change.what for change in migration.changes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("pretraining_dataset: c/d", {"dataset_name": "c/d"}),
+        (
+            "pretraining_dataset: [{path: c/d, name: en, text_column: body}]",
+            {"dataset_name": "c/d", "dataset_config": "en", "dataset_columns": {"text": "body"}},
+        ),
+    ],
+)
+def test_pretraining_data_of_axolotl_are_streamed(write, old: str, new) -> None:
+    migration = migrate(write(f"base_model: a/b\n{old}\nmax_steps: 9\nsequence_len: 64\noutput_dir: o\nbf16: auto"))
+    assert (migration.recipe, migration.is_ready) == ("pretrain", True)
+    fixed = {"model_name_or_path": "a/b", "max_steps": 9, "max_length": 64, "output_dir": "o"}
+    assert yaml.safe_load(migration.text) == {**fixed, **new, "dataset_streaming": True}

@@ -31,6 +31,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"loss_type": "apo_zero"}, "dpo", None),
         ("recipes/mine", {"loss_type": ["sigmoid", "sft"]}, "dpo", None),
         ("recipes/mine", {"loss_type": "dapo"}, "grpo", None),
+        ("recipes/mine", {"reward_model": True, "adapter": "lora"}, "reward", None),
+        ("recipes/mine", {"reward_model": "a/b"}, "sft", None),
         ("recipes/mine", {"center_rewards_coefficient": 0.01}, "reward", None),
         ("recipes/mine", {"beta": 0.1, "output_dir": "data/zephyr-orpo-141b/"}, "dpo", "orpo"),
         ("recipes/mine", {"num_generations": 8, "beta": 0.0}, "grpo", None),
@@ -135,3 +137,24 @@ def test_relative_path_is_resolved_to_infer_method(tmp_path: Path, monkeypatch) 
     (tmp_path / "orpo" / "config.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\n")
     monkeypatch.chdir(tmp_path / "orpo")
     assert "loss_type: orpo" in migrate(Path("config.yaml")).text
+
+
+@pytest.mark.parametrize("key", ["relora", "use_dft_loss", "use_eaft"])
+def test_method_that_no_recipe_trains_is_refused(write, minimal_text: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}` is a method, which no recipe trains"):
+        migrate(write(f"{minimal_text}{key}: true\n"))
+    assert migrate(write(f"{minimal_text}{key}: false\n")).recipe == "sft"
+
+
+@pytest.mark.parametrize("line", ["finetuning_type: oft", "adapter: ia3"])
+def test_unknown_kind_of_adapter_is_another_method(write, minimal_text: str, line: str) -> None:
+    migration = migrate(write(f"{minimal_text}{line}\n"))
+    assert not migration.is_ready
+    assert any(f"`{line}` names no recipe" in change.what for change in migration.changes)
+
+
+def test_changed_configuration_of_axolotl_model_is_no_pretraining(write) -> None:
+    old = "base_model: a/b\nadapter: lora\ndatasets: [{path: c/d}]\noutput_dir: o\nlearning_rate: 1e-4\n"
+    migration = migrate(write(f"{old}model_config: {{output_router_logits: true}}\n"))
+    assert (migration.recipe, migration.is_ready) == ("lora", True)
+    assert any(change.by_hand and "`model_config`" in change.what for change in migration.changes)

@@ -203,6 +203,7 @@ def test_ppo_policy_and_tokenizer_paths_are_mapped(write, names: str, model: str
     assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
 
 
+OFFLOADED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
 AXOLOTL = """\
 base_model: a/b
 adapter: lora
@@ -224,7 +225,7 @@ special_tokens: {pad_token: x}
 """
 
 
-def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
+def test_keys_of_axolotl_are_renamed(write) -> None:
     migration = migrate(write(AXOLOTL))
     assert migration.recipe == "lora"
     assert migration.is_ready
@@ -234,10 +235,25 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
     assert (loaded.training["optim"], loaded.training["lr_scheduler_type"]) == ("adamw_bnb_8bit", "cosine")
     assert "# warmup: {a: b}" in migration.text
     assert (loaded.adapter.use_peft, loaded.data.dataset_name) == (True, "c/d")
-    reviewed = {change.line for change in migration.changes if change.by_hand and "same meaning" in change.what}
+    assert loaded.tokens.pad_token == "x"
+    assert not any("same meaning" in change.what for change in migration.changes)
     # `num_epochs` has no effect beside `max_steps`.
-    assert reviewed == {1, 3, 4, 6, 7}
     assert "epochs" not in migration.text
+
+
+@pytest.mark.parametrize(("old", "new"), [("lr: 1e-4", "learning_rate: 1e-4"), ("optimizer: muon", "optim: muon")])
+def test_synonym_is_marked_for_review(write, old: str, new: str) -> None:
+    text = "model_config: {model_type: llama}\ntokenizer_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\n"
+    migration = migrate(write(text + old), "pretrain")
+    assert new in migration.text
+    assert any(change.by_hand and "same meaning" in change.what for change in migration.changes)
+
+
+def test_prompts_of_open_r1_become_chats_with_a_system_message(write) -> None:
+    old = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: [m:f]\nnum_generations: 4\noutput_dir: o\n"
+    migration = migrate(write(f"{old}dataset_prompt_column: task\nsystem_prompt: Think.\n"), "grpo")
+    loaded = check_text("grpo", migration.text, Path("new.yaml"))
+    assert (loaded.data.dataset_columns, loaded.chat.system_prompt) == ({"question": "task"}, "Think.")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +262,9 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("dpo", "adapter: qlora\nload_in_4bit: true", {"use_peft": True, "load_in_4bit": True}),
         ("lora", "adapter: lora\nlora_target_linear: true", {"use_peft": True}),
         ("lora", "adapter: lora\nlora_target_linear: true\nlora_target_modules: [q_proj]", {"use_peft": True}),
-        ("lora", "finetuning_type: lora\nlora_target: all", {"use_peft": True}),
+        ("lora", "finetuning_type: lora\nlora_target: all", {"use_peft": True, "lora_r": 8, "lora_alpha": 16}),
+        ("dpo", "finetuning_type: lora\nlora_rank: 4", {"use_peft": True, "lora_r": 4, "lora_alpha": 8}),
+        ("lora", "finetuning_type: lora\nlora_alpha: 9", {"use_peft": True, "lora_alpha": 9}),
         ("sft", "finetuning_type: full", {}),
         ("dpo", "pref_loss: ipo", {"loss_type": "ipo"}),
         ("sft", "dataset_config_name: x", {"dataset_config": "x"}),
@@ -254,7 +272,7 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("sft", "train_on_prompt: false\nmask_history: true", {"loss_on": "last_assistant"}),
         ("lora", "tuner_type: lora\ntarget_modules: all-linear", {"use_peft": True}),
         ("lora", "tuner_type: lora\nquant_bits: 4", {"use_peft": True, "load_in_4bit": True}),
-        ("lora", "finetuning_type: lora\nquantization_bit: 8", {"use_peft": True, "load_in_8bit": True}),
+        ("lora", "tuner_type: lora\nquantization_bit: 8", {"use_peft": True, "load_in_8bit": True}),
         ("sft", "flash_attn: sdpa", {"attn_implementation": "sdpa"}),
         ("sft", "saves_per_epoch: 1\nevals_per_epoch: 0", {"save_strategy": "epoch", "eval_strategy": "no"}),
         ("dpo", "loss_type: orpo\norpo_alpha: 0.2", {"loss_type": "orpo", "beta": 0.2}),
@@ -273,6 +291,18 @@ def test_synonyms_are_renamed_and_marked_for_review(write) -> None:
         ("dpo", "shuffle: false", {"train_sampling_strategy": "sequential"}),
         ("sft", "disable_shuffling: true", {"train_sampling_strategy": "sequential"}),
         ("sft", "curriculum_sampling: true", {"train_sampling_strategy": "sequential"}),
+        ("sft", "evals_per_epoch: 4\nnum_epochs: 2", {"eval_steps": 0.125, "num_train_epochs": 2}),
+        ("sft", "saves_per_epoch: 4", {"save_steps": 0.25}),
+        ("sft", "pure_bf16: true", {"bf16": True, "dtype": "bfloat16"}),
+        ("sft", "disable_gradient_checkpointing: true", {"activation_checkpointing": False}),
+        ("reward", "reward_model: true\nnum_labels: 1", {}),
+        ("sft", "special_tokens: {eos_token: a, pad_token: b}", {"eos_token": "a", "pad_token": "b"}),
+        ("sft", "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: true\ncut_cross_entropy: true", {}),
+        ("dpo", "stage: dpo\nfinetuning_type: full", {}),
+        ("dpo", "sample_packing: true", {}),
+        ("sft", "gradient_checkpointing: offload", OFFLOADED),
+        ("lora", "gradient_checkpointing: true\nactivation_offloading: true", OFFLOADED),
+        ("sft", "default_system: Be brief.", {"system_prompt": "Be brief."}),
     ],
 )
 def test_keys_of_other_programs_keep_their_meaning(write, minimal_text: str, recipe, old, new) -> None:

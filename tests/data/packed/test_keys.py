@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.publish.hub_server import Fault
 
-from recipes_lib.config.schema import DataConfig, TokensConfig
+from recipes_lib.config.schema import ChatConfig, DataConfig, TokensConfig
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.encoding import collect_inputs, find_tokenizer_folder, read_chat_template
 from recipes_lib.data.store import compute_key
@@ -37,6 +37,7 @@ OTHER_VALUES = {
     "max_broken_fraction": 0.5,
     "eos_token": "<|im_end|>",
     "pad_token": "<|im_end|>",
+    "system_prompt": "Be brief.",
 }
 NOT_IN_KEY = {
     *("dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"),
@@ -49,7 +50,9 @@ def key_of(config, sources=SOURCES) -> str:
 
 
 def test_key_table_covers_every_option():
-    options = {field.name for section in (DataConfig, TokensConfig) for field in dataclasses.fields(section)}
+    options = {
+        field.name for section in (DataConfig, TokensConfig, ChatConfig) for field in dataclasses.fields(section)
+    }
     assert options == OTHER_VALUES.keys() | NOT_IN_KEY
 
 

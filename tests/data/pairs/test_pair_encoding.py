@@ -67,6 +67,14 @@ def test_pair_tokens_agree_with_apply_chat_template(name: str, chosen: str, reje
         assert tokenizer.decode(ids[:-1]).strip() == content
 
 
+def test_system_prompt_is_part_of_prompt() -> None:
+    encoder, tokenizer = build("chatml")
+    written = encode(encoder, pair_of(answer("yes"), answer("no"), {"role": "system", "content": "Be brief."}, *TURNS))
+    added = encode(RowEncoder(tokenizer, system_prompt="Be brief."), pair_of(answer("yes"), answer("no")))
+    for ids, expected in zip(added[:3], written[:3], strict=True):
+        np.testing.assert_array_equal(ids, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [*((name, "<think>so</think>yes") for name in TEMPLATES), ("chatml", "\n\nyes"), ("chatml", "\n")],

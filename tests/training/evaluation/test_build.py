@@ -8,11 +8,12 @@ import torch
 from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import ChatConfig, DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.evaluation.build import build_observer
+from recipes_lib.training.evaluation.samples import GenerateSamples
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.trainers.arguments import build_training_arguments
@@ -96,6 +97,19 @@ def test_prompts_without_room_for_an_answer_are_not_scored(config, capsys):
         train(config, evaluates=True)
     train(replace(config, evaluation=replace(config.evaluation, metrics=None)), evaluates=True)
     assert "4 held-out prompts leave no room for sample_max_new_tokens 510 in the 512 pos" in capsys.readouterr().err
+
+
+def test_system_prompt_is_in_data_and_samples(config):
+    keys = replace(config.evaluation, sample_prompts=["Hello?"], metrics=None)
+    config = replace(config, chat=ChatConfig(system_prompt="Be brief."), evaluation=keys)
+    trainer = train(config, evaluates=True)
+    (sampling,) = (hook for hook in trainer.observer.hooks if isinstance(hook, GenerateSamples))
+    for ids in (
+        sampling.prompts[0].input_ids,
+        trainer.eval_dataset[0]["input_ids"],
+        trainer.train_dataset[0]["input_ids"],
+    ):
+        assert "Be brief." in trainer.processing_class.decode(ids)
 
 
 def test_metric_without_references_is_rejected(config):

@@ -71,6 +71,14 @@ def test_prompt_without_tokens_is_rejected(tiny_tokenizer: PreTrainedTokenizerFa
         build_prompts(EvaluationConfig(sample_prompts=["", "snow"]), [], tokenizer, 64, lambda _: None)
 
 
+def test_sample_prompt_has_system_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    config = EvaluationConfig(sample_prompts=["snow"])
+    (prompt,) = build_prompts(config, [], tiny_tokenizer, 512, lambda _: None, "Be brief.")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "snow"}]
+    assert prompt.input_ids == tiny_tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert prompt.text == "snow"
+
+
 def test_any_eos_token_ends_a_completion(model, prompts, tiny_tokenizer) -> None:
     prompt = prompts[0]
     free = decode_greedily(model, prompt.input_ids, 6)

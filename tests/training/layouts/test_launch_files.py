@@ -169,6 +169,7 @@ def test_deepspeed_file_defaults(tmp_path: Path) -> None:
         ({"zero_optimization": STAGE_3, "optimizer": {"type": "AdamW"}}, "delete `optimizer` from the file"),
         ({"zero_optimization": STAGE_3, "scheduler": {"type": "WarmupLR"}}, "delete `scheduler` from the file"),
         ({"zero_optimization": STAGE_3, "train_batch_size": 32}, "delete `train_batch_size` from the file"),
+        ({"zero_optimization": STAGE_3, "tensor_parallel": {"autotp_size": 2}}, "delete `tensor_parallel`"),
     ],
 )
 def test_unsupported_deepspeed_file_is_refused(content: Any, words: str, tmp_path: Path) -> None:
@@ -182,11 +183,12 @@ def test_num_processes_overrides_launch_file() -> None:
     assert read_launch(name_variables(MULTI_GPU)).world_size == 4
 
 
-def test_recipe_as_launch_file_is_refused(tmp_path: Path) -> None:
-    recipe = tmp_path / "sft.yaml"
-    recipe.write_text("learning_rate: 1.0e-5\n")
-    with pytest.raises(ConfigError, match="no `distributed_type`"):
-        read_launch_file(recipe)
+@pytest.mark.parametrize("text", ["learning_rate: 1.0e-5\n", json.dumps({"zero_optimization": STAGE_3})])
+def test_recipe_or_deepspeed_file_as_launch_file_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"no `distributed_type`.*`deepspeed_config_file`\n.*accelerate_configs/"):
+        read_launch_file(file)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
+from recipes_lib.config.paths import HUB_ID
 from recipes_lib.config.table import RECIPE_NAMES, load_table, read_lists
-from recipes_lib.config.values import plain_value
+from recipes_lib.config.values import plain_value, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
@@ -43,9 +45,28 @@ _UNSUPPORTED_KEYS: Final = _METHODS["unsupported_keys"].split()
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
-# `type` and `message_property_mappings` are axolotl's layout of the rows, which is detected here.
-_ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
-_ENTRY_KEYS |= {"field_messages", "message_property_mappings"}
+_FIELDS: Final = {
+    "field_messages": "conversations",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field": "text",
+    "text_column": "text",
+}
+"""Names of columns in axolotl's datasets, and ours."""
+_DETECTED: Final = ("messages", "conversations", "conversation", "chosen", "rejected", "text")
+"""Columns that need no name."""
+# Types, roles and names of fields are axolotl's layout of the rows, which is detected here.
+_ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type", "roles", *_FIELDS}
+_ENTRY_KEYS |= {"message_property_mappings", "message_field_role", "message_field_content"}
+_ENTRY_KEYS |= {"field_thinking", "template_thinking_key"}
+_COLUMNS_OF_FACTORY: Final = {
+    "sharegpt": {"messages": "conversations"},
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"},
+}
+"""Layout of ``dataset_info.json`` -> its names of columns, and ours."""
+_SHARED_COLUMNS: Final = {name: name for name in ("system", "tools", "chosen", "rejected")}
+_KERNELS: Final = re.compile(r"axolotl\.integrations\.(cut_cross_entropy|liger|kernels)\.\w+")
+"""Plugins of axolotl that do not change results."""
 _SUBCOMMANDS: Final = ("trl", "swift", "megatron")
 """Programs whose first argument is the method; ``megatron`` is that of ms-swift."""
 _COMMAND: Final = re.compile(
@@ -109,8 +130,82 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
     # A method of axolotl or LLaMA-Factory that no word names, such as `stage: pt`.
     methods = [key for key in _METHOD_KEYS if recipe is None and values.get(key) is not None]
     foreign = next((key for key in methods if _find_recipe(values[key]) is None), None)
+    # Such as `finetuning_type: freeze`, which trains some of the layers.
+    kinds = [key for key in ("adapter", "finetuning_type") if recipe is None and values.get(key)]
+    foreign = foreign or next((key for key in kinds if values[key] not in ("lora", "qlora", "full")), None)
     doubt = f"`{foreign}: {values[foreign]}` names no recipe" if foreign else ""
     return Method(chosen, loss, ", ".join(why), doubt or _doubt(chosen, keys, possible, adapters))
+
+
+def convert_value(key: str, values: Mapping[str, Any], recipe: str) -> dict[str, Any] | None:
+    """Convert a key of another program whose successor follows from several keys, or from parts of its value.
+
+    Args:
+        key: Key of the file.
+        values: Keys of the file with plain values.
+        recipe: Recipe of the file.
+
+    Returns:
+        New keys, empty if the line can be deleted; ``None`` if the key is none of these, or has an unknown value.
+
+    Source: axolotl's ``validate_config`` for the number of evaluations; LLaMA-Factory's ``DatasetAttr``.
+    """
+    value = values[key]
+    new: dict[str, Any] | None = None
+    if key in _METHOD_KEYS:
+        new = {} if _find_recipe(value) in (recipe, "sft" if recipe == "lora" else recipe) else None
+    elif key in ("evals_per_epoch", "saves_per_epoch") and isinstance(value, int) and value > 1:
+        epochs = values.get("num_epochs") or 1
+        new = {f"{key[:4]}_steps": 1 / (value * epochs)} if isinstance(epochs, int | float) else None
+    elif key == "special_tokens" and isinstance(value, Mapping) and value.keys() <= {"eos_token", "pad_token"}:
+        new = dict(value)
+    elif key == "plugins" and isinstance(value, list) and all(_KERNELS.fullmatch(str(name)) for name in value):
+        new = {}
+    elif key == "reward_model" and value is True:
+        new = {} if recipe == "reward" else None
+    elif key == "gradient_checkpointing" and value == "offload":
+        new = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+    elif key in ("dataset", "dataset_dir", "dataset_prompt_column", "pretraining_dataset"):
+        new = _convert_data(key, values)
+    return new
+
+
+def _convert_data(key: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    value, named = values[key], _convert_names(values.get("dataset"), Path(str(values.get("dataset_dir") or "data")))
+    if key == "pretraining_dataset":
+        entries = value if isinstance(value, list) else [{"path": value}]
+        return {**(convert_datasets({"datasets": entries})[0] or {}), "dataset_streaming": True}
+    if key == "dataset_prompt_column":
+        return {"dataset_columns": {"question": value}} if str(value).isidentifier() else None
+    if key == "dataset_dir":
+        return {} if named else None
+    # In programs other than LLaMA-Factory, `dataset` is a Hub id.
+    is_id = "/" in str(value) and HUB_ID.fullmatch(str(value))
+    return {"dataset_name": value} if named is None and is_id else named
+
+
+def _convert_names(names: Any, folder: Path) -> dict[str, Any] | None:
+    """Return the keys of datasets that LLaMA-Factory's ``dataset_info.json`` describes; ``None`` if one is unknown."""
+    text = read_text(folder / "dataset_info.json", [])
+    try:
+        known = json.loads(text or "")
+        return _join([_convert_description(known[name.strip()], folder) for name in str(names).split(",")], {})[0]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _convert_description(described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    named = _COLUMNS_OF_FACTORY[described.get("formatting", "alpaca")] | _SHARED_COLUMNS
+    if described.keys() & {"folder", "num_samples"}:
+        raise LookupError
+    columns = {ours: described.get("columns", {}).get(theirs, ours) for theirs, ours in named.items()}
+    entry = {
+        "name": described["hf_hub_url"] if "hf_hub_url" in described else str(folder / described["file_name"]),
+        "config": described.get("subset"),
+        "split": described.get("split"),
+        "columns": {ours: theirs for ours, theirs in columns.items() if theirs != ours},
+    }
+    return {key: value for key, value in entry.items() if value}
 
 
 def _find_recipe(method: Any) -> str | None:
@@ -124,6 +219,10 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
     named = {key: _find_recipe(values.get(key)) for key in _METHOD_KEYS}
     evidence = {key: ["sft", "lora"] if recipe == "sft" else [recipe] for key, recipe in named.items() if recipe}
     evidence |= {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
+    if "base_model" in values:  # axolotl's `model_config` changes the configuration of this model.
+        evidence.pop("model_config", None)
+    if values.get("reward_model") is True:  # In other programs, it is a path.
+        evidence["reward_model"] = ["reward"]
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
@@ -168,17 +267,16 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping)
-        and item.keys() <= _ENTRY_KEYS
-        and not isinstance(item.get("type"), Mapping)
-        and item.get("field_messages", "messages") in ("messages", "conversations", "conversation")
+        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
         for item in legacy
     ):
         return None, ""
     new, remark = _join([_convert_entry(item) for item in legacy], extra)
-    alpaca = next((kind for item in legacy if (kind := str(item.get("type"))).startswith("alpaca")), None)
-    if alpaca:
-        remark = f"axolotl's `type: {alpaca}` has a prompt of its own; here, rows are turns of the chat template"
+    kinds = [str(item.get("type") or "chat_template") for item in legacy]
+    if "completion" in kinds:
+        remark = "axolotl splits texts longer than `sequence_len`: write `overlong: split` to keep that"
+    if own := next((kind for kind in kinds if not re.search("chat_template|completion|sharegpt", kind)), None):
+        remark = f"axolotl's `type: {own}` has a prompt of its own; here, rows are turns of the chat template"
     return new, remark
 
 
@@ -186,6 +284,7 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
     name = item.get("id") or item.get("path") or item.get("name")
     # With `path`, TRL's `name` is the configuration of a Hub dataset, as in `datasets.load_dataset`.
     config = item.get("config") or (item.get("name") if "path" in item else None)
+    columns = {ours: item.get(theirs) for theirs, ours in _FIELDS.items()}
     entry = {
         "name": name,
         "config": config,
@@ -195,8 +294,9 @@ def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
         "repeat": item.get("weight"),
         "weight": item.get("fraction"),
         "format": "text" if item.get("type") == "completion" else None,
+        "columns": {ours: theirs for ours, theirs in columns.items() if theirs not in (None, *_DETECTED)},
     }
-    return {key: value for key, value in entry.items() if value is not None}
+    return {key: value for key, value in entry.items() if value not in (None, {})}
 
 
 def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any] | None, str]:
@@ -220,7 +320,7 @@ def _convert_mixer(mixer: Any, splits: Any, configs: Any) -> tuple[dict[str, Any
 
 def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     if len(entries) == 1 and entries[0].get("repeat", 1) == 1:
-        spelling = {"name": "name", "config": "config", "split": "train_split", "format": "format"}
+        spelling = {"split": "train_split"} | {key: key for key in ("name", "config", "format", "columns")}
         return {f"dataset_{spelling[key]}": value for key, value in entries[0].items() if key in spelling} | extra, ""
     if all(entry.get("repeat", 1) == 1 for entry in entries):
         for entry in entries:

@@ -16,6 +16,7 @@ from recipes_lib.config.migration.legacy_files import (
     LEGACY_KEYS,
     Method,
     convert_datasets,
+    convert_value,
     flatten_sections,
     infer_method,
     is_command,
@@ -40,10 +41,16 @@ _LEARNING_KEYS = (
 )
 """Keys that change what a model learns, and whose defaults differ in some recipes."""
 _SAME_TEXTS = {
-    *("model_name_or_path", "output_dir", "prepared_dir", "run_name", "hub_model_id"),
+    *("model_name_or_path", "output_dir", "prepared_dir", "run_name", "hub_model_id", "system_prompt"),
     *("lr_scheduler_type", "optim", "loss_type", "activation_checkpointing"),
 }
 """Keys of text with the same values in other programs."""
+_SAME_MEANINGS = {
+    *("base_model", "cutoff_len", "dataset_prepared_path", "lora_rank", "lr_scheduler", "micro_batch_size"),
+    *("num_epochs", "optimizer", "pref_beta", "pref_loss", "sample_packing", "sequence_len", "val_set_size"),
+    "wandb_name",
+}
+"""Keys of axolotl and LLaMA-Factory whose successor needs no review, beyond the differences in ``renames.yaml``."""
 _REWARDS_OF_TRL = {
     **{name: name for name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")},
     "get_soft_overlong_punishment": "get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)",
@@ -122,6 +129,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     rewriter = _Rewriter(load_table(method.recipe), text, entries, path)
     rewriter.drop_ignored()
     rewriter.drop_overruled()
+    rewriter.convert_values()
     for entry in entries:
         rewriter.rewrite(entry)
     rewriter.complete(method)
@@ -188,6 +196,19 @@ class _Rewriter:
                 if names[entry.key] == row["key"] and not is_default and _position(entry)[0] not in self.edits:
                     self._give_way(entry, row["decider"])
 
+    def convert_values(self) -> None:
+        """Convert keys of other programs whose successor follows from several keys, or from parts of their value."""
+        for entry in self.entries:
+            new = convert_value(entry.key, self.values, self.table.recipe)
+            if new is None or not new.keys() <= self.table.keys.keys() - self.taken:
+                continue
+            became = f"became {', '.join(f'`{key}: {value}`' for key, value in new.items())}" if new else "was deleted"
+            by_hand = entry.key == "dataset"
+            reads = "; other columns, such as `system`, are read too: see `recipes preview`" * by_hand
+            what = f"`{entry.key}: {self.values[entry.key]}` {became}{reads}"
+            self._replace(entry, new, what, by_hand=by_hand)
+            self.taken |= set(new)
+
     def rewrite(self, entry: Entry) -> None:
         """Convert one key of the old file that has not been edited yet."""
         key, value = entry.key, self.values[entry.key]
@@ -207,15 +228,11 @@ class _Rewriter:
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
         elif (new := read_synonyms().get(key)) and self._takes(new, entry):
-            self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
+            # Implementations of Muon scale the learning rate in different ways.
+            self._rename(entry, new, by_hand=key not in _SAME_MEANINGS or value == "muon")
             self.taken |= {new}
-        elif value is None or (value == 0 and new == "test_split_size"):
-            clips_nothing = new == "max_grad_norm" and new not in self.taken
-            what = "became `max_grad_norm: 0`" if clips_nothing else "sets nothing, and was deleted"
-            self._replace(entry, {"max_grad_norm": 0} if clips_nothing else {}, f"`{key}: {value}` {what}")
         else:
-            problem = explain_unknown(entry, self.table, self.taken)
-            self._comment_out(entry, f"{problem.found}; {problem.remedy}")
+            self._rewrite_unknown(entry, value)
 
     def complete(self, method: Method) -> None:
         """Add keys that the old file left to the script or to upstream's defaults."""
@@ -225,6 +242,12 @@ class _Rewriter:
         if method.loss_type == "orpo":
             what = "ORPO's NLL term covers the chosen answer only, as in the paper; TRL's also covers the prompt"
             self.changes.append(Change(0, what, by_hand=True))
+        rank, has_scale = self.values.get("lora_rank", 8), self.taken & {"lora_alpha", "adapter_name_or_path"}
+        is_factory = self.values.get("finetuning_type") == "lora" and "lora_alpha" in self.table.keys
+        if is_factory and not has_scale and isinstance(rank, int):
+            self.added |= {"lora_r": rank} if "lora_rank" not in self.values else {}
+            self.added["lora_alpha"] = 2 * rank
+            self.changes.append(Change(0, f"added `lora_alpha: {2 * rank}`, LLaMA-Factory's default"))
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
@@ -262,9 +285,9 @@ class _Rewriter:
         # TRL's `disable_dropout` (on by default) sets every dropout of the model to 0, including the adapter's.
         is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
-        if successor:
+        if successor and (successor != "null" or self.table.keys[key].accepts("null")):
             self._replace(entry, {key: yaml.safe_load(successor)}, f"`{key}: {value}` became {successor}")
-        elif value in (None, "None") and not self.table.keys[key].accepts("null"):
+        elif entry.node.value == "" or (value in (None, "None", "auto") and not self.table.keys[key].accepts("null")):
             self._replace(entry, {}, f"deleted `{key}: {value}`: the default applies")
         elif value == "None":
             self._replace(entry, {key: None}, f"`{key}: None` became null")
@@ -288,6 +311,19 @@ class _Rewriter:
             weights = next(other for other in self.entries if other.key == "reward_weights")
             moved = numbers[1:] + numbers[:1]
             self._replace(weights, {weights.key: moved}, f"`{weights.key}` became {moved}: the reward model is last")
+
+    def _rewrite_unknown(self, entry: Entry, value: Any) -> None:
+        """Delete a key that sets nothing, or has no effect or need in this recipe; else comment it out."""
+        known, new = read_known(self.table.recipe), read_synonyms().get(entry.key, "")
+        if new in known and known[new].rewrite(value) == {}:
+            self._replace(entry, {}, f"deleted `{entry.key}`: `{new}` {known[new].found}")
+        elif value is None or (value == 0 and new == "test_split_size"):
+            clips_nothing = new == "max_grad_norm" and new not in self.taken
+            what = "became `max_grad_norm: 0`" if clips_nothing else "sets nothing, and was deleted"
+            self._replace(entry, {"max_grad_norm": 0} if clips_nothing else {}, f"`{entry.key}: {value}` {what}")
+        else:
+            problem = explain_unknown(entry, self.table, self.taken)
+            self._comment_out(entry, f"{problem.found}; {problem.remedy}")
 
     def _takes(self, key: str, entry: Entry) -> bool:
         """Return whether ``key`` is not set yet, in the file by one synonym only, and accepts its value."""
@@ -356,12 +392,13 @@ class _Rewriter:
             self.changes.append(Change(_position(entry)[0] + 1, remark, by_hand=True))
         self.taken |= set(new)
 
-    def _rename(self, entry: Entry, new: str, what: str = "", *, by_hand: bool = False) -> None:
+    def _rename(self, entry: Entry, new: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)
         rest = self.lines[line][column:]
         # The old name, including any quotes, ends at the first colon.
         self.edits[line] = (line, [self.lines[line][:column] + new + rest[rest.index(":") :]])
-        self.changes.append(Change(line + 1, what or f"`{entry.key}` became `{new}`", by_hand))
+        what = f"`{entry.key}` became `{new}`" + ": check that it has the same meaning" * by_hand
+        self.changes.append(Change(line + 1, what, by_hand))
 
     def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)

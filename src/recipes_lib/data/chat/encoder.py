@@ -26,7 +26,7 @@ from recipes_lib.config.schema import LossOn
 from recipes_lib.config.token_ids import count_ids, find_prefix
 from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import ChatTemplate, TemplateError
-from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
+from recipes_lib.data.sources.rows import EncodedRow, Remark, Row, add_system_prompt
 from recipes_lib.data.windows import WINDOW, encode_in_windows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 
@@ -146,6 +146,7 @@ class RowEncoder:
         tokenizer: A fast tokenizer that has the ``eos_token``, as ``load_tokenizer`` verifies.
         loss_on: Part of each row that is trained on. Default: by layout, ``assistant`` for chats, ``completion`` for
             rows with a separate prompt, ``all`` for texts.
+        system_prompt: System message of chats without one.
         chat_template: Jinja template that replaces the tokenizer's.
         eos_token: Token appended to texts, completions, and chat turns that the template leaves open. Default: the
             tokenizer's, for texts and completions; an open turn is an error.
@@ -163,6 +164,7 @@ class RowEncoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         loss_on: LossOn | None = None,
+        system_prompt: str | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
         max_length: int | None = None,
@@ -171,6 +173,7 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._loss_on = loss_on
+        self._system_prompt = system_prompt
         self._chat_template = chat_template
         self._eos_token = eos_token
         added = tokenizer.added_tokens_decoder
@@ -225,8 +228,9 @@ class RowEncoder:
                 or a row with a plain prompt.
 
         Raises:
-            DataError: The chat template raises, or omits a message.
+            DataError: The chat template raises, or omits a message; or as ``add_system_prompt``.
         """
+        row = add_system_prompt(row, self._system_prompt)
         text = row.prompt if row.messages is None else self._finder(row).render_prompt(row)
         ids = np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         # Chat templates write BOS themselves; the tokenizer would add a second one.
@@ -268,6 +272,7 @@ class RowEncoder:
         return self._finders[with_tools]
 
     def _draft(self, row: Row) -> _Draft:
+        row = add_system_prompt(row, self._system_prompt)
         loss_on = _resolve(self._loss_on, row)
         if row.messages is not None:
             text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))

@@ -170,6 +170,7 @@ def build_encoder(
     return RowEncoder(
         tokenizer,
         loss_on=tokens.loss_on,
+        system_prompt=config.chat.system_prompt,
         chat_template=template,
         eos_token=tokens.eos_token,
         max_length=max_length,
@@ -352,7 +353,7 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
     Raises:
         ConfigError: The tokenizer or the chat template cannot be found.
     """
-    options = dataclasses.asdict(config.data) | dataclasses.asdict(config.tokens)
+    options = dataclasses.asdict(config.data) | dataclasses.asdict(config.tokens) | dataclasses.asdict(config.chat)
     template, room = read_chat_template(config), Path(__file__).parents[1]
     return {
         "sources": dict(sources),

@@ -6,7 +6,7 @@ Broken rows are collected and raised together, or dropped and counted (``broken_
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final, Protocol, TypeVar
 
@@ -57,6 +57,27 @@ class Row:
     margin: float | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
+
+
+def add_system_prompt(row: Row, text: str | None) -> Row:
+    """Return a chat with ``text`` as its system message, unless it has one; any row unchanged if ``text`` is ``None``.
+
+    Raises:
+        DataError: The row is plain text.
+    """
+    if text is None:
+        return row
+    if row.messages is None:
+        remedy = "make turns of it: `dataset_columns: {question: prompt, answer: completion}`; or remove the key"
+        raise DataError(Problem(row.where, "`system_prompt` is a message of a chat, and the row is plain text", remedy))
+    if any(message["role"] in ("system", "developer") for message in row.messages):
+        return row
+    return replace(
+        row,
+        messages=[{"role": "system", "content": text}, *row.messages],
+        untrained={index + 1 for index in row.untrained},
+        num_prompt_messages=None if row.num_prompt_messages is None else row.num_prompt_messages + 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)

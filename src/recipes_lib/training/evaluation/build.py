@@ -101,7 +101,8 @@ def build_observer(
     # Reward models do not generate, and of a pipeline-parallel model no process holds all layers.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
-    prompts = build_prompts(keys, examples, tokenizer, positions, progress.say) if can_answer else []
+    system = config.chat.system_prompt
+    prompts = build_prompts(keys, examples, tokenizer, positions, progress.say, system) if can_answer else []
     metrics = load_metrics(keys.metrics or [])
     if metrics and all(prompt.reference is None for prompt in prompts):
         remedy = "name held-out data whose prompts leave room for sample_max_new_tokens, and leave sample_prompts unset"

@@ -55,6 +55,7 @@ def build_prompts(
     tokenizer: PreTrainedTokenizerBase,
     positions: float,
     say: Callable[[str], None],
+    system_prompt: str | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a run: ``sample_prompts``, or else the beginnings of the first held-out examples.
 
@@ -68,6 +69,7 @@ def build_prompts(
         tokenizer: Tokenizer, whose chat template, if any, renders ``sample_prompts``.
         positions: Maximum sequence length of the model.
         say: Logger for the number of held-out examples that were skipped because their prompts are too long.
+        system_prompt: System message before each of ``sample_prompts``.
 
     Raises:
         ConfigError: A prompt of ``sample_prompts`` is too long, or has no tokens.
@@ -75,8 +77,9 @@ def build_prompts(
     """
     longest = positions - config.sample_max_new_tokens
     if config.sample_prompts is not None:
-        chats = ([{"role": "user", "content": text}] for text in config.sample_prompts)
-        own = [Prompt(encode_chat(tokenizer, chat), chat[0]["content"], None) for chat in chats]
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        chats = ([*system, {"role": "user", "content": text}] for text in config.sample_prompts)
+        own = [Prompt(encode_chat(tokenizer, chat), chat[-1]["content"], None) for chat in chats]
         limit = f"{config.sample_max_new_tokens:,} more than the {positions:,} positions of the model"
         problems = []
         for asked in own:

@@ -228,7 +228,7 @@ def _read_deepspeed_file(path: Path) -> dict[str, str]:
 
     Raises:
         DataError: It is not a JSON object with ``zero_optimization``.
-        ConfigError: It would replace keys of the recipe.
+        ConfigError: It would replace keys of the recipe or of the launch file.
 
     Source: accelerate ``DeepSpeedPlugin.__post_init__``, transformers ``deepspeed_optim_sched``.
     """
@@ -237,10 +237,10 @@ def _read_deepspeed_file(path: Path) -> dict[str, str]:
     document = read_record(path, fields, remedy=remedy)
     zero = document["zero_optimization"]
     verify_fields(zero, {"offload_optimizer": dict | None}, f"{path}: zero_optimization", remedy=remedy)
-    # DeepSpeed would use its own optimizer, schedule and batch in place of the recipe's.
+    # DeepSpeed would use its own optimizer, schedule, batch and mesh in place of those of recipe and launch file.
     problems = [
-        Problem(f"{path}: {name}", "it would replace keys of the recipe", f"delete `{name}` from the file")
-        for name in ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu")
+        Problem(f"{path}: {name}", "it would replace keys of recipe or launch file", f"delete `{name}` from the file")
+        for name in ("optimizer", "scheduler", "tensor_parallel", "train_batch_size", "train_micro_batch_size_per_gpu")
         if document.get(name, "auto") != "auto"
     ]
     if problems:
@@ -503,7 +503,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     """
     document = read_yaml(path)
     if not isinstance(document, dict) or "distributed_type" not in document:
-        found = "has no `distributed_type`, so it is not a launch file of accelerate"
+        found = "has no `distributed_type`: not a launch file, which may name DeepSpeed's as `deepspeed_config_file`"
         raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
     for name in ("distributed_type", "mixed_precision"):
         if isinstance(document.get(name), bool):
