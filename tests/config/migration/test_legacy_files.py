@@ -154,3 +154,11 @@ def test_pretraining_data_of_axolotl_are_streamed(write, old: str, new) -> None:
     assert (migration.recipe, migration.is_ready) == ("pretrain", True)
     fixed = {"model_name_or_path": "a/b", "max_steps": 9, "max_length": 64, "output_dir": "o"}
     assert yaml.safe_load(migration.text) == {**fixed, **new, "dataset_streaming": True}
+
+
+def test_unknown_pretraining_data_of_axolotl_become_a_comment(write) -> None:
+    text = "base_model: a/b\npretraining_dataset: [{path: c/d, skip: 5}]\nmax_steps: 9\noutput_dir: o\n"
+    migration = migrate(write(text))
+    assert not migration.is_ready
+    assert "\n# pretraining_dataset: [{path: c/d, skip: 5}]\n" in migration.text
+    assert "dataset_streaming" not in migration.text

@@ -174,7 +174,8 @@ def _convert_data(key: str, values: Mapping[str, Any]) -> dict[str, Any] | None:
     value, named = values[key], _convert_names(values.get("dataset"), Path(str(values.get("dataset_dir") or "data")))
     if key == "pretraining_dataset":
         entries = value if isinstance(value, list) else [{"path": value}]
-        return {**(convert_datasets({"datasets": entries})[0] or {}), "dataset_streaming": True}
+        datasets = convert_datasets({"datasets": entries})[0]
+        return datasets and datasets | {"dataset_streaming": True}
     if key == "dataset_prompt_column":
         return {"dataset_columns": {"question": value}} if str(value).isidentifier() else None
     if key == "dataset_dir":
