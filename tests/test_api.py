@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from tests.forked import run_python
-from transformers import IntervalStrategy, TrainerCallback
+from transformers import IntervalStrategy, PreTrainedModel, TrainerCallback
 from transformers.utils.logging import set_tqdm_hook
 
 import recipes_lib
@@ -111,6 +112,17 @@ def test_peak_of_gpu_memory_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", peaks.clear)
     with _preserving_state():
         assert not peaks
+
+
+def test_model_of_a_finished_run_is_freed(keys: dict[str, Any]) -> None:
+    """Also from reference cycles, in which a GPU would hold it beside the model of the next run."""
+
+    def list_models() -> set[int]:
+        return {id(each) for each in gc.get_objects() if issubclass(type(each), PreTrainedModel)}
+
+    before = list_models()
+    train("sft", keys)
+    assert list_models() <= before
 
 
 def test_train_is_independent_of_state_of_caller(keys: dict[str, Any], tmp_path: Path) -> None:

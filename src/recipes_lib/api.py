@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -69,6 +70,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
                 main(loaded)
         finally:
             release_output_dirs()
+    # Reference cycles: until the next full collection, a GPU would hold the model beside that of the next run.
+    gc.collect()
     return load_run(output_dir)
 
 
