@@ -226,6 +226,9 @@ def test_frozen_model_has_products_of_trained_one_and_is_in_no_checkpoint(monkey
     assert prepare_frozen(accelerator, model) is model
     assert not models
     assert converted == ([] if recipe is None else [(model, "tensorwise")])
+    model.is_quantized = True
+    assert prepare_frozen(accelerator, model) is model
+    assert len(converted) == (recipe is not None)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float16, 40_000)])

@@ -246,7 +246,9 @@ def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
     Source: ``tests/training/layouts/test_fsdp.py``.
     """
-    if (recipe := accelerator.ao_recipe_handler) is not None:
+    recipe = accelerator.ao_recipe_handler
+    # The weights of a quantised teacher are no floating-point numbers.
+    if recipe is not None and not getattr(model, "is_quantized", False):
         # accelerate 1.15 converts to fp8 only what is prepared for training: a reference would differ from the policy.
         convert_model_to_fp8_ao(model, config=recipe.config, module_filter_func=recipe.module_filter_func)
     if accelerator.is_fsdp2:
