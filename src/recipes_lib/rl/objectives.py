@@ -416,13 +416,9 @@ def _compute_vespo_weight(
 ) -> Tensor:
     """Return ``exp(lambda (1 - w)) w^k`` of each answer's ratio ``w`` of policy to engine, ``(B, 1)``."""
     # The logarithm of weights of 0 is -inf; clamped as in TRL.
-    log_weights = weights.log().clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
-    if objective.vllm_importance_sampling_mode.startswith("sequence"):
-        # Every token has the weight of its answer, which counts once.
-        log_weights = log_weights / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    by_token = log_ratio + weights.log().clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
     # (B, T) -> (B, 1)
-    total = torch.where(mask, log_ratio + log_weights, 0.0).sum(dim=1, keepdim=True)
-    log_w = total.clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = torch.where(mask, by_token, 0.0).sum(dim=1, keepdim=True).clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
     good = advantages >= 0
     power = torch.where(good, objective.vespo_k_pos, objective.vespo_k_neg)
     decay = torch.where(good, objective.vespo_lambda_pos, objective.vespo_lambda_neg).clamp(min=1e-4)
