@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 from tests.rl import keys_task
 from tests.rl.test_rollout import build_rollout
+from transformers import Trainer, TrainingArguments
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import load_table
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl import update
 from recipes_lib.rl.methods import PPOMethod
@@ -192,6 +194,25 @@ def test_updates_that_change_nothing_end_the_run(build, name, num_steps, warmup,
         update_learner(flat if warmup <= iteration < warmup + 3 else rollout, iteration)
     with pytest.raises(DivergedError, match=f"{num_updates} updates of the {name} changed none of"):
         update_learner(rollout, last)
+
+
+@pytest.mark.parametrize("kind", load_table("grpo").keys["lr_scheduler_type"].schema["enum"])
+def test_learning_rates_are_those_of_transformers_trainer(kind, tmp_path):
+    options = {"warmup_stable_decay": {"num_decay_steps": 4}} | {
+        name: {"min_lr": 1e-4} for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+    }
+    schedule = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options.get(kind), "warmup_steps": 3}
+    args = TrainingArguments(tmp_path, learning_rate=1e-3, max_steps=12, report_to="none", **schedule)
+    model = torch.nn.Linear(2, 2)
+    theirs = Trainer(model, args)
+    theirs.create_optimizer_and_scheduler(args.max_steps)
+    steps = SimpleNamespace(num_steps=12, num_idle_steps=0, num_warmup_steps=0 if kind == "constant" else 3)
+    ours = Learner("policy", model, dict(model.named_parameters()), learning_rate=1e-3, args=args, schedule=steps)
+    for _ in range(args.max_steps):
+        assert ours.learning_rate == theirs.lr_scheduler.get_last_lr()[0]
+        for scheduler in (ours.scheduler, theirs.lr_scheduler):
+            scheduler.optimizer.step()
+            scheduler.step()
 
 
 def test_weight_decay_excludes_vectors(build):
