@@ -122,6 +122,12 @@ def test_instruction_includes_its_input(load):
     assert prompt.content == [{"role": "user", "content": "Add.\n2 + 2"}]
 
 
+@pytest.mark.parametrize("text", ["", " -\n"])
+def test_chat_prompt_without_a_question_is_refused(load, text):
+    with pytest.raises(DataError, match="the question is empty, or `-` in place of one"):
+        load([{"prompt": [{"role": "user", "content": text}]}])
+
+
 @pytest.mark.parametrize("column", ["system", "system_prompt", "history"])
 def test_column_of_a_chat_beside_plain_text_prompt_is_refused(load, column):
     with pytest.raises(DataError, match=r"is part of a chat, .*\n.*{question: prompt}"):

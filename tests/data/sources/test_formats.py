@@ -165,6 +165,10 @@ def test_format_description_lists_read_and_ignored_columns() -> None:
     assert str(detect(raw)) == expected
 
 
+def test_text_with_an_id_of_a_message_and_no_role_is_a_text() -> None:
+    assert convert({"message_id": "1", "text": "Hi"}).text == "Hi"
+
+
 def test_content_column_of_message_or_question_is_no_text() -> None:
     for raw in ({"role": "user", "content": "Hi."}, {"content": "Hi.", "query": "What?"}):
         with pytest.raises(DataError, match="the columns match no layout"):
@@ -357,6 +361,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "VQA": ({"image": {"path": "a.png"}, "question": "What is it?", "answer": "a cat"}, "{image: null}"),
     "RLAIF-V": ({"image": {"path": "a.png"}, "question": "?", "chosen": "a cat", "rejected": "a dog"}, "{image: null}"),
     "P3": ({"inputs": [1, 2], "inputs_pretokenized": "2 + 2?", "targets": [3, 1]}, "{inputs: inputs_pretokenized"),
+    "Alpaca whose history is no pairs": (
+        {"instruction": "Add.", "input": "2 + 2", "output": "4", "history": ["Hi"]},
+        "write [[question, answer], ...]",
+    ),
     "medical-o1-reasoning": (
         {"Question": "2 + 2?", "Complex_CoT": "Two and two are four.", "Response": "4"},
         "`dataset_columns: {reasoning_content: Complex_CoT}` to train on it, or `{Complex_CoT: null}`",
