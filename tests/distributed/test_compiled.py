@@ -18,5 +18,5 @@ def test_compiled_layers_match_one_eager_process(inputs, alone, tmp_path, file, 
     cell = {"sft packed": CELLS["sft packed"]}
     jobs = {name: {**job, "keys": {**job["keys"], **COMPILED}} for name, job in build_jobs(inputs, cell, 2).items()}
     ended = sharding.run_jobs(jobs, tmp_path, file, *options)
-    assert re.search(r"torch\.compile of 2 layers made [1-9]\d* graphs", ended["output"])
+    assert re.search(r"torch\.compile of 2 layers made [1-9]\d* graphs?", ended["output"])
     assert_same_run(alone / "sft packed", tmp_path / "sft packed")

@@ -19,6 +19,7 @@ from recipes_lib.hardware import INSTALL_COMPILER, find_compiler_obstacle, find_
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.structure import find_layers
 from recipes_lib.planning.compute import RL_RECIPES
+from recipes_lib.quantities import pluralize
 from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
@@ -220,7 +221,7 @@ class Compilation(TrainerCallback):
         if self._before is not None:
             compiled = _count_graphs() - self._before
             self._before = None
-            found = f"{compiled} graphs" if compiled else "no graph: torch fell back to eager mode"
+            found = pluralize(compiled, "graph") if compiled else "no graph: torch fell back to eager mode"
             self._progress.say(f"torch.compile of {self._num_layers} layers made {found}")
 
 
