@@ -80,6 +80,25 @@ def test_adapters_share_one_base(load):
     assert list(models.policy.peft_config) == ["default"]
 
 
+def test_saved_adapter_is_trained_further_without_a_reference(policy_dir, prompts_file, tmp_path):
+    keys = {"use_peft": True, "lora_r": 4, "max_steps": 4, "learning_rate": 5e-3, "beta": 0}
+    first = keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path / "a", prompts_file, **keys), "grpo")
+    first.policy.save_pretrained(tmp_path / "adapter")
+    keys |= {"adapter_name_or_path": tmp_path / "adapter", "lora_r": 16}
+    flags = keys_task.build_group_flags(policy_dir, tmp_path / "b", prompts_file, **keys)
+    second = keys_task.load(load_config("grpo", flags)).models
+    assert not second.has_reference
+    with torch.no_grad(), second.policy.disable_adapter():
+        base = second.policy(input_ids=IDS).logits
+    with torch.no_grad(), first.using("policy") as saved, second.using("policy") as loaded:
+        torch.testing.assert_close(loaded(input_ids=IDS).logits, saved(input_ids=IDS).logits)
+        assert (loaded(input_ids=IDS).logits - base).abs().max() > 0.01
+    trained = keys_task.train(flags, "grpo").policy_parameters()
+    before = second.policy_parameters()
+    assert trained.keys() == before.keys()
+    assert all(bool((trained[name] != before[name]).any()) for name in before)
+
+
 @pytest.mark.parametrize("key", ["reward_model_name_or_path", "critic_model_name_or_path"])
 def test_critic_from_reward_model_has_its_score_at_every_position(load, reward_model_dir, key):
     folder, reward_model = reward_model_dir
