@@ -15,8 +15,7 @@ from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
-from tests.corpus.slurm import SLURM, STUBS
-from tests.corpus.texts import ENGLISH, GERMAN, QUESTION, jaccard, make_text, plant, read_corpus, vary, write_rows
+from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.faults.moments import EventCounter, kill_self
 from tests.forked import ROOT, limit_forked
 from tests.rows import read_source
@@ -31,6 +30,26 @@ from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.environment import find_version
 from recipes_lib.errors import ConfigError, DataError, PreemptedError
 from recipes_lib.files import hash_file, try_lock
+
+QUESTION = " ".join(f"item{at}" for at in range(20))
+
+
+def plant(folder, seed=0):
+    """Write texts with known outcome; return pairs of text and the step that removes or changes it."""
+    random_ = random.Random(seed)
+    kept = [make_text(random_, random_.randrange(80, 200)) for _ in range(60)]
+    rows = [(text, None) for text in kept]
+    rows += [(text, "exact_duplicates") for text in kept[:10]]
+    rows += [(vary(random_, text, 1), "near_duplicates") for text in kept[10:25]]
+    rows += [(vary(random_, text, 25), None) for text in kept[25:35]]
+    rows += [(f"{make_text(random_, 40)} {QUESTION.upper().replace(' ', ', ')}", "decontamination") for _ in range(5)]
+    rows += [(f"{make_text(random_, 60)} a{at}@b.co", "pii") for at in range(8)]
+    first, rest = rows[:60], rows[60:]
+    random_.shuffle(rest)
+    (folder / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    rows = first + rest
+    write_rows(folder / "web.jsonl", [text for text, _ in rows])
+    return rows
 
 
 def build_config(folder, **keys):
@@ -455,13 +474,37 @@ class _KillSelf:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+SBATCH = """#!/bin/bash
+echo "$@" >> $STUB/calls
+number=$(wc -l < $STUB/calls)
+script="${@: -1}"
+cp "$script" $STUB/script-$number
+echo "Submitted batch job $number"
+[ -e $STUB/runs ] && grep -q launch_pickled_pipeline "$script" || exit 0
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+for task in $(seq 0 "$last"); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$number SLURM_NODELIST=n RUN_OFFSET=0 bash "$script" >> $STUB/log 2>&1
+done
+"""
+SRUN = """#!/bin/bash
+while [ "$1" != launch_pickled_pipeline ]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";; esac
+"""
+
+
 @pytest.fixture
 def slurm(install, monkeypatch):
     """Stub Slurm commands that queue jobs, or run them immediately if the file ``runs`` exists."""
-    stub = install(STUBS)
+    stub = install({"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL})
     monkeypatch.setenv("STUB", str(stub))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return stub
+
+
+SLURM = {"partition": "cpu", "time": "01:00:00", "comparing": {"mem_per_cpu_gb": 64}}
 
 
 def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):

@@ -27,7 +27,6 @@ GERMAN = (
     "fragen. Es war ein ruhiger Ort, bis nebenan die Schule gebaut wurde und die Kinder kamen. Sie lesen über Wale, "
     "Burgen und das Wetter. Niemand störte sich daran, dass sie laut waren, denn sie waren so glücklich dabei."
 )
-QUESTION = " ".join(f"item{at}" for at in range(20))
 
 
 def make_text(random_: random.Random, num_words: int) -> str:
@@ -88,22 +87,4 @@ def read_corpus(output_dir: Path) -> list[dict[str, Any]]:
             rows += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         else:
             rows += pq.read_table(path).to_pylist()
-    return rows
-
-
-def plant(folder: Path, seed: int = 0) -> list[tuple[str, str | None]]:
-    """Write texts with known outcome; return pairs of text and the step that removes or changes it."""
-    random_ = random.Random(seed)
-    kept = [make_text(random_, random_.randrange(80, 200)) for _ in range(60)]
-    rows: list[tuple[str, str | None]] = [(text, None) for text in kept]
-    rows += [(text, "exact_duplicates") for text in kept[:10]]
-    rows += [(vary(random_, text, 1), "near_duplicates") for text in kept[10:25]]
-    rows += [(vary(random_, text, 25), None) for text in kept[25:35]]
-    rows += [(f"{make_text(random_, 40)} {QUESTION.upper().replace(' ', ', ')}", "decontamination") for _ in range(5)]
-    rows += [(f"{make_text(random_, 60)} a{at}@b.co", "pii") for at in range(8)]
-    first, rest = rows[:60], rows[60:]
-    random_.shuffle(rest)
-    (folder / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
-    rows = first + rest
-    write_rows(folder / "web.jsonl", [text for text, _ in rows])
     return rows
