@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.faults.moments import EventCounter, kill_self
-from tests.forked import ROOT, limit_forked
+from tests.forked import limit_forked
 from tests.rows import read_source
 
 from recipes_lib import environment
@@ -474,110 +473,7 @@ class _KillSelf:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-SBATCH = """#!/bin/bash
-echo "$@" >> $STUB/calls
-number=$(wc -l < $STUB/calls)
-script="${@: -1}"
-cp "$script" $STUB/script-$number
-echo "Submitted batch job $number"
-[ -e $STUB/runs ] && grep -q launch_pickled_pipeline "$script" || exit 0
-last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
-for task in $(seq 0 "$last"); do
-    SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$number SLURM_NODELIST=n RUN_OFFSET=0 bash "$script" >> $STUB/log 2>&1
-done
-"""
-SRUN = """#!/bin/bash
-while [ "$1" != launch_pickled_pipeline ]; do shift; done
-exec "$@"
-"""
-SCONTROL = """#!/bin/bash
-case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";; esac
-"""
-
-
-@pytest.fixture
-def slurm(install, monkeypatch):
-    """Stub Slurm commands that queue jobs, or run them immediately if the file ``runs`` exists."""
-    stub = install({"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL})
-    monkeypatch.setenv("STUB", str(stub))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return stub
-
-
 SLURM = {"partition": "cpu", "time": "01:00:00", "comparing": {"mem_per_cpu_gb": 64}}
-
-
-def test_slurm_jobs_depend_on_the_previous_stage(planted, tmp_path, slurm):
-    folder, _, _ = planted
-    config = replace(build_config(folder, executor="slurm", executor_options=SLURM), workers=3)
-    config = replace(config, output_dir=str(tmp_path / "out"))
-    assert make_corpus(config) is None
-    calls = (slurm / "calls").read_text().splitlines()
-    submitted = [number for number, call in enumerate(calls, 1) if "RUN_OFFSET" in call]
-    assert ["dependency=afterok" in calls[number - 1] for number in submitted] == [False, True, True, True]
-    scripts = [(slurm / f"script-{number}").read_text() for number in submitted]
-    assert [script.partition("mem-per-cpu=")[2].partition("\n")[0] for script in scripts] == ["2G", "64G", "2G", "2G"]
-    assert all("%3\n" in script and "kill-on-invalid-dep=yes" in script for script in scripts)
-    finish = next((tmp_path / "out" / ".work").glob("finish-*"))
-    (slurm / "state").write_text("PENDING")
-    with pytest.raises(ConfigError, match=f"queued; the last is {submitted[-1]}"):
-        make_corpus(config)
-    assert (finish / "executor.pik").is_file()
-    assert len((slurm / "calls").read_text().splitlines()) == len(calls)
-    (slurm / "state").write_text("FAILED")
-    assert make_corpus(config) is None
-    assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
-    with pytest.raises(ConfigError, match="executor_options"):
-        make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
-    (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
-        make_corpus(replace(config, output_dir=str(tmp_path / "c")))
-    (slurm / "sbatch").unlink()
-    with pytest.raises(ConfigError, match="sbatch is not installed"):
-        make_corpus(replace(config, output_dir=str(tmp_path / "d")))
-
-
-def test_slurm_job_waits_for_a_new_source_before_a_finished_one(planted, tmp_path, slurm):
-    folder, _, _ = planted
-    sources = [{"name": str(folder / name)} for name in ("bench.jsonl", "web.jsonl")]
-    config = build_config(folder, executor="slurm", executor_options=SLURM)
-    config = replace(config, output_dir=str(tmp_path / "out"), sources=sources)
-    (_, finished, *_), _ = cleaning.build_jobs(config, inputs.open_inputs(config), tmp_path / "out" / ".work")
-    (finished.folder / "completions").mkdir(parents=True)
-    for rank in range(finished.num_tasks):
-        (finished.folder / "completions" / f"{rank:05d}").touch()
-    assert make_corpus(config) is None
-    cleaned, _, compared, *_ = (slurm / "calls").read_text().splitlines()
-    assert "--dependency" not in cleaned
-    assert "--dependency=afterok:1 " in compared
-
-
-@pytest.mark.parametrize("name", ["an out", "a$b", "it's", "50%j"])
-def test_path_that_slurm_scripts_do_not_quote_is_rejected(name, planted, tmp_path, slurm, monkeypatch):
-    folder, _, _ = planted
-    (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / name)
-    config = build_config(folder, executor="slurm", executor_options=SLURM)
-    with pytest.raises(ConfigError, match=r"output_dir: .* contains .*, which datatrove's Slurm scripts do not allow"):
-        make_corpus(replace(config, output_dir="out"))
-    assert not (slurm / "calls").exists()
-
-
-def test_label_of_any_characters_is_a_valid_job_name(planted, tmp_path, slurm):
-    folder, _, _ = planted
-    config = build_config(folder, executor="slurm", executor_options=SLURM)
-    sources = [{"name": str(folder / "web.jsonl"), "label": 'it\'s a "$(id)"\n--wrap'}]
-    make_corpus(replace(config, output_dir=str(tmp_path / "out"), sources=sources))
-    script = (slurm / "script-1").read_text()
-    assert "#SBATCH --job-name=cleaning-it-s-a-id---wrap\n" in script
-    subprocess.run(["bash", "-n", slurm / "script-1"], check=True)
-
-
-def test_options_of_one_job_keep_the_defaults(tmp_path):
-    given = {"sbatch_args": {"account": "a"}, "cleaning": {"sbatch_args": {"account": "b"}, "condaenv": "env"}}
-    config = CorpusConfig(executor="slurm", executor_options=given)
-    options = cleaning.choose_options(cleaning.Job("cleaning web", tmp_path, [], 1), config)
-    assert options == {"sbatch_args": {"account": "b", "kill-on-invalid-dep": "yes"}, "condaenv": "env"}
 
 
 @pytest.mark.multiprocess
@@ -603,13 +499,6 @@ def assert_same_corpus(ours, manifest, theirs, made):
     assert made["steps"] == manifest["steps"]
     for shard in made["shards"]:
         assert (ours / shard["path"]).read_bytes() == (theirs / shard["path"]).read_bytes()
-
-
-def test_memory_request_follows_input_size(tmp_path):
-    job = cleaning.Job("comparing", tmp_path, [], 1, num_bytes=10**12)
-    config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
-    assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
-    assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
 
 
 STOP = PreemptedError("SIGTERM")
