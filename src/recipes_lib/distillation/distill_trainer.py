@@ -90,7 +90,8 @@ class DistillationTrainer(SFTTrainer):
         self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
         if teacher is not None:
             # Sharded like the student, and with its precision of matrix products.
-            self.teacher = prepare_frozen(self.accelerator, teacher)
+            is_alike = teacher.config.model_type == self.model.config.model_type
+            self.teacher = prepare_frozen(self.accelerator, teacher, is_compiled=is_alike)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 

@@ -226,6 +226,7 @@ def test_frozen_model_has_products_of_trained_one_and_is_in_no_checkpoint(monkey
     assert prepare_frozen(accelerator, model) is model
     assert not models
     assert converted == ([] if recipe is None else [(model, "tensorwise")])
+    assert prepare_frozen(accelerator, model, is_compiled=False) is model
     model.is_quantized = True
     assert prepare_frozen(accelerator, model) is model
     assert len(converted) == (recipe is not None)

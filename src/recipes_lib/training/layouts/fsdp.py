@@ -241,14 +241,19 @@ def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
-def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+def prepare_frozen(accelerator: Accelerator, model: nn.Module, *, is_compiled: bool = True) -> nn.Module:
     """Return a frozen model with the sharding and compute dtype of the trained one; all ranks must call.
+
+    Args:
+        accelerator: Accelerator of the run.
+        model: The model, which is modified in place.
+        is_compiled: Whether ``match_kernels`` compiles it like the trained one; 8-bit products are slow otherwise.
 
     Source: ``tests/training/layouts/test_fsdp.py``.
     """
     recipe = accelerator.ao_recipe_handler
     # The weights of a quantised teacher are no floating-point numbers.
-    if recipe is not None and not getattr(model, "is_quantized", False):
+    if is_compiled and recipe is not None and not getattr(model, "is_quantized", False):
         # accelerate 1.15 converts to fp8 only what is prepared for training: a reference would differ from the policy.
         convert_model_to_fp8_ao(model, config=recipe.config, module_filter_func=recipe.module_filter_func)
     if accelerator.is_fsdp2:
