@@ -37,6 +37,9 @@ from transformers import PreTrainedTokenizerFast
 from recipes_lib.stopping import STOP
 
 torch.set_num_threads(1)
+# The first backward pass starts a thread for each device, after which forks cannot run another. In CUDA builds of
+# torch, the fake GPUs of a plan are devices, too.
+torch.zeros(1, requires_grad=True).sum().backward()
 spare_flushes()
 shorten_measurements()
 # Until the tests are collected, hardly anything is garbage, and traversing imported modules takes a fifth of the time.
