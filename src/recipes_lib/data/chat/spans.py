@@ -102,7 +102,7 @@ class WrittenCheck:
             return
         if self._ignores(row, rendered, number, reword(message)):
             found = f"the chat template does not write message {number}, of the role {message['role']!r}"
-            remedy = "use a template that writes such messages (chat_template_path), or remove them from the rows"
+            remedy = "write chat_template_path: FILE with such messages, or remove them (rows, `system_prompt`)"
             raise DataError(Problem(row.where, found, remedy))
 
     def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
