@@ -3,8 +3,10 @@
 import errno
 import multiprocessing
 import os
+import re
 import sqlite3
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -208,6 +210,8 @@ def test_explain_refusal_recognises_system_errors(error, words):
         assert problem is not None
         assert words in str(problem)
         assert problem.remedy
+        named = explain_refusal(raised, Path("mine"))
+        assert str(named) == re.sub("^output: ", "mine: ", str(problem))
 
 
 def test_explain_refusal_recognises_deleted_folder(tmp_path):

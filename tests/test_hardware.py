@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import timeit
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -54,15 +53,20 @@ def test_bf16_support_without_gpu_is_that_of_cpu(has_gpu: bool, monkeypatch: pyt
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", find_device)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    assert supports_bf16(use_cpu=has_gpu)
+    for capabilities in ({"amx_bf16": True}, {"avx512_bf16": False}, {}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+        assert supports_bf16(use_cpu=has_gpu) == any(capabilities.values())
 
 
 def test_measured_flops_are_those_of_fastest_product(monkeypatch) -> None:
     clock = iter([0.0, 0.01, 9.0, 9.5, 9.5, 9.6, 9.6, 10.6])  # The first product, 0.01 s, is the warm-up.
-    repeat = partial(timeit.repeat, timer=lambda: next(clock))
+
+    def repeat(product, **options):
+        assert product().dtype == torch.bfloat16
+        return timeit.repeat(product, timer=lambda: next(clock), **options)
+
     monkeypatch.setattr(hardware, "timeit", SimpleNamespace(repeat=repeat))
-    assert hardware.measure_matmul_flops(torch.float32, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)
+    assert hardware.measure_matmul_flops(torch.bfloat16, size=10, repeats=3) == pytest.approx(2 * 10**3 / 0.1)
 
 
 @pytest.mark.parametrize("groups", [None, "", "\n", "strange"])

@@ -131,7 +131,7 @@ def unregister_process() -> None:
     """Remove the process id: this process ends normally and does not count as lost."""
     if (folder := _find_folder()) is not None:
         with suppress(OSError):
-            (folder / _PID_FILE).unlink(missing_ok=True)
+            (folder / _PID_FILE).unlink()
 
 
 def record_failure(error: BaseException, code: int) -> None:
@@ -241,7 +241,7 @@ def _read_number(name: str, default: int) -> int:
 
 def _find_folder() -> Path | None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file).parent if file and Path(file).parent.is_dir() else None
+    return Path(file).parent if file else None
 
 
 def _list_registered() -> Iterator[tuple[Path, int]]:

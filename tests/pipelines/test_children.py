@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,11 @@ def test_lines_of_processes_are_labelled(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out == "a | one\na | 2\na | \ufffd\n"
 
 
-def test_process_left_behind_does_not_hold_its_stage(capfd: pytest.CaptureFixture[str]) -> None:
-    children = Children(is_labelled=True)
+def test_process_left_behind_holds_neither_its_stage_nor_the_exit(capfd: pytest.CaptureFixture[str]) -> None:
+    before, children = set(threading.enumerate()), Children(is_labelled=True)
     children.start("a", ["sh", "-c", "sleep 100000 & echo $!"], {})
     try:
         assert children.wait() == ("a", 0)
+        assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     finally:
         os.kill(int(capfd.readouterr().out.removeprefix("a | ")), signal.SIGKILL)
