@@ -88,6 +88,7 @@ def test_special_tokens_and_commit_hashes_are_not_secrets(problems_of) -> None:
         "a" * 39,
         "sha256_" + "ab12" * 16,
         "AKIA in capitals",
+        "api_build=" + "aB3/" * 10,
         "https://example.com:8080/path",
     ],
 )

@@ -209,6 +209,8 @@ def test_both_published_laws_are_reported(scale) -> None:
     assert "Besiroglu et al. 2024" in first
     assert "18.4 per parameter" in first
     assert "92.6 per parameter" in second
+    parameters, tokens = map(float, re.findall(r"20 per param. +(\S+) parameters, (\S+) tokens", second)[0])
+    assert (tokens / parameters, 6 * parameters * tokens) == pytest.approx((20, 5.76e23), rel=1e-3)
 
 
 def test_budget_of_money_buys_flops_and_repeated_data_change_the_optimum(scale) -> None:
@@ -228,7 +230,9 @@ def test_run_with_many_steps_of_one_process_is_predicted(scale) -> None:
     assert "134,515,008 parameters, 2,097,152,000,000 tokens" in scale("predict", "--config", config)
 
 
-def test_run_in_epochs_is_not_predicted(scale, recipe) -> None:
+def test_length_of_predicted_run_is_in_tokens_or_steps(scale, recipe) -> None:
+    recipe.write_text(yaml.safe_dump(RECIPE | {"per_device_train_batch_size": 2}))
+    assert " 128,000 tokens" in scale("predict", "--config", recipe)
     recipe.write_text(yaml.safe_dump(RECIPE | {"max_steps": -1, "warmup_steps": 0}))
     assert "the length of the run is in epochs" in scale("predict", "--config", recipe, code=2)
 
@@ -262,6 +266,7 @@ def test_sweep_has_requested_sizes_and_its_runs_are_fitted(recipe, scale, tmp_pa
         model = find_planned_model(config)
         size, num_tokens = compute_model_size(model).total, config.pretraining.max_tokens
         found.append((model.num_hidden_layers, model.hidden_size, num_tokens / size))
+        assert model.intermediate_size == 64 * {1: 3, 2: 6, 3: 8}[model.num_hidden_layers]
         rate = 0.3118 * max(6 * size * num_tokens, 1e17) ** -0.125  # Bi et al. 2024, equation 1.
         assert config.training["learning_rate"] == pytest.approx(rate, rel=2e-3)
         assert (config.training["warmup_steps"], config.training["seed"], config.read("max_steps")) == (0.05, 7, -1)
