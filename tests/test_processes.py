@@ -61,7 +61,8 @@ def test_failed_process_is_reported_with_reason(folders):
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
     assert message["extraInfo"]["py_callstack"] == "no\nmore"  # A traceback only of a bug.
     processes.record_failure(ValueError("no"), 1)
-    assert "ValueError: no" in json.loads((folders / "0" / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    message = json.loads((folders / "0" / "error.json").read_text())["message"]
+    assert "ValueError: no" in message["extraInfo"]["py_callstack"]
 
 
 def test_full_disk_of_launcher_is_ignored(folders, monkeypatch):

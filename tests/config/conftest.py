@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
         try:
             load_config(recipe, ["--config", str(path), *flags])
         except ConfigError as error:
-            return [Problem(p.where.replace(str(path), "recipe.yaml"), p.found, p.remedy) for p in error.problems]
+            return [replace(p, where=p.where.replace(str(path), "recipe.yaml")) for p in error.problems]
         return []
 
     return find
