@@ -124,6 +124,11 @@ def test_tutorial_states_planned_memory(run_command, page: str, config: str, fla
     assert f"{peak} GB" in (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
 
 
+def test_memory_of_pretraining_is_planned_for_gpu_or_launch_file(plan) -> None:
+    found = [": fits" in plan(*flags) for flags in ([], ["--gpu", "H100"], ["--hardware", "single_gpu"])]
+    assert found == [False, True, True]
+
+
 def test_save_interval_is_at_most_the_run(plan) -> None:
     assert "save_steps: 9,766, " in plan("--num_processes", 1, "--gpu", "H100", "--save_seconds", 60)
 
