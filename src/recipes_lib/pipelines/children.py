@@ -80,7 +80,7 @@ class Children:
     def _follow(self, name: str, process: subprocess.Popen[bytes]) -> None:
         # Python handles signals in the main thread, which they shall wake.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        reader = Thread(target=_print_lines, args=(name, process.stdout or ()), daemon=True)
+        reader = Thread(target=_print_lines, args=(name, process.stdout or ()))  # A daemon, as this thread.
         reader.start()
         process.wait()
         # What it has written is printed first; a process that it has left behind may keep its output open.
