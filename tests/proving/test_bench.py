@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from recipes_lib.proving.bench import Bench, WrongResultError, launch
 
 
 def test_launch_returns_exit_code_and_writes_output(tmp_path: Path) -> None:
-    code = "import os; print(os.environ['WORD']); raise SystemExit(3)"
+    code = "import os; print(os.environ['WORD'], flush=True); os.write(2, b'bad'); raise SystemExit(3)"
     assert launch(["-c", code], {"WORD": "so"}, tmp_path / "x") == 3
-    assert (tmp_path / "x").read_text() == "so\n"
+    assert (tmp_path / "x").read_text() == "so\nbad"
 
 
 def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
@@ -28,6 +30,14 @@ def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
     with pytest.raises(WrongResultError, match="did not end within"):
         launch(["-c", clean_up, str(tmp_path / "ended")], {}, tmp_path / "x", limit=3)
     assert (tmp_path / "ended").exists()
+
+
+def test_measured_seconds_are_the_median_after_three_calls(tmp_path: Path, monkeypatch) -> None:
+    ends = itertools.accumulate([9, 9, 9, 1, 6, 2], initial=0)
+    now = [next(ends)]
+    monkeypatch.setattr("recipes_lib.proving.bench.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    bench = Bench(tmp_path, torch.device("cpu"), is_small=True)
+    assert bench.measure_seconds(lambda: now.insert(0, next(ends)), repeats=3) == 2
 
 
 def test_signal_ends_the_processes_of_threads(tmp_path: Path, monkeypatch) -> None:
