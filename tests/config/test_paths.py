@@ -97,8 +97,9 @@ def test_home_is_expanded_in_paths(monkeypatch, write, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").touch()
-    path = write("model_name_or_path: ~/model\ndataset_name: ~/rows.jsonl\noutput_dir: ~/out\n")
+    path = write("model_name_or_path: ~/model\ndataset_mixture: [{name: ~/rows.jsonl}]\noutput_dir: ~/out\n")
     config = load_config("sft", ["--config", str(path)])
+    assert config.data.dataset_mixture == [{"name": str(tmp_path / "rows.jsonl")}]
     assert config.model.model_name_or_path == str(tmp_path / "model")
     assert config.training["output_dir"] == str(tmp_path / "out")
 
