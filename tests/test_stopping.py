@@ -212,16 +212,24 @@ def test_worker_ends_if_its_queue_cannot_send_an_item():
     assert "a worker process ends: " in errors
 
 
-def test_signal_after_failure_of_peer_is_not_preemption(tmp_path):
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        ("signal.raise_signal(signal.SIGTERM)", ""),
+        # The main thread is in C, as in a collective operation.
+        ("os.system('kill -TERM $PPID; exec sleep 9 >&- 2>&-')", "exits because process 1 of this machine ended"),
+    ],
+)
+def test_signal_after_failure_of_peer_is_not_preemption(tmp_path, stop, words):
     for number, pid in (("0", ""), ("1", "999999999")):
         (tmp_path / number).mkdir()
         (tmp_path / number / "pid").write_text(pid)
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
-    command = [sys.executable, "-u", "-c", PRELUDE + "print('ready')\nwith STOP.deferred(): time.sleep(60)"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    wait_for_line(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 1
+    body = f"from recipes_lib import stopping\nstopping._SECONDS_TO_UNWIND = 0.2\nwith STOP.deferred(): {stop}"
+    command = [sys.executable, "-c", PRELUDE + body]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert words in done.stderr
 
 
 def test_rank_that_is_stopped_alone_says_and_records_why(tmp_path):
