@@ -1,5 +1,7 @@
 """Keys of `recipes clean`."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from recipes_lib.config.corpus_keys import MAX_SAMPLES, label_entry
@@ -52,6 +54,19 @@ def test_invalid_config_is_refused_with_remedy(parse, text, found):
     with pytest.raises(ConfigError) as caught:
         parse("corpus", text)
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_valid"),
+    [
+        *((f"perplexity_bounds: {bounds}", bounds == [1.0, 1.4]) for bounds in ([1.0, 1.4], [1.4, 1.0], [0, 1], [1])),
+        *((f"language_thresholds: {{de: {number}}}", 0 <= number <= 1) for number in (-0.1, 0, 1, 1.1)),
+    ],
+)
+def test_bounds_ascend_and_thresholds_are_probabilities(parse, line, is_valid):
+    steps = (f"{step}: annotate\n{step}_model_path: {__file__}\n" for step in ("language", "perplexity"))
+    with nullcontext() if is_valid else pytest.raises(ConfigError, match=line.partition(":")[0]):
+        parse("corpus", "".join([MINIMAL, *steps, "languages: [de]\n", line]))
 
 
 def test_source_label_defaults_to_stem_of_name():

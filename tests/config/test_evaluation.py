@@ -17,6 +17,11 @@ def test_results_folder_defaults_to_model_folder(parse, tmp_path: Path) -> None:
     assert parse("eval", f"{MINIMAL}output_dir: out\n").folder == Path("out")
 
 
+def test_tokenizer_with_code_may_be_a_local_folder(parse, tmp_path: Path) -> None:
+    text = f"model_name_or_path: {tmp_path}\ntasks: [x]\ntrust_remote_code: true\ntokenizer_name_or_path: {tmp_path}\n"
+    assert parse("eval", text).trust_remote_code
+
+
 def test_missing_model_is_the_only_problem(parse) -> None:
     with pytest.raises(ConfigError) as caught:
         parse("eval", "tasks: [core]\n")

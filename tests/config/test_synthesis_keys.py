@@ -27,3 +27,8 @@ BASE = ["--model_name_or_path", "m/m", "--dataset_name", "d", "--output_dir", "o
 def test_incompatible_keys_are_refused(flags: list[str], found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         SynthesisConfig.parse([*BASE, *flags])
+
+
+def test_prompt_of_a_judge_is_accepted() -> None:
+    flags = ["--judge", "http://h/v1#name", "--judge_prompt", __file__]
+    assert SynthesisConfig.parse([*BASE, *flags]).judge_prompt == __file__

@@ -23,6 +23,9 @@ def test_count_ids_includes_added_tokens(tiny_tokenizer) -> None:
 def test_end_tokens_are_the_special_tokens(tiny_tokenizer) -> None:
     ids = set(tiny_tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]))
     assert find_end_tokens(tiny_tokenizer) == ids
+    added = {1: SimpleNamespace(special=True), 2: SimpleNamespace(special=False)}
+    for eos, expected in ((None, {1}), (5, {1, 5})):
+        assert find_end_tokens(SimpleNamespace(added_tokens_decoder=added, eos_token_id=eos)) == expected
 
 
 @pytest.mark.parametrize(
