@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import random
 import tracemalloc
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -242,6 +243,22 @@ def test_failure_of_the_disk_is_not_damaged_data(kind: str) -> None:
     reader = read_parquet if kind == "parquet" else read_arrow
     with pytest.raises(OSError, match="Input/output error"):
         list(reader(io.BufferedReader(_FailingDisk(sink.getvalue()), 64), kind))  # type: ignore[type-var]
+
+
+def test_parquet_row_group_is_not_read_at_once(tmp_path: Path) -> None:
+    texts = [random.Random(at).randbytes(1 << 15).hex() for at in range(128)]
+    pages = {"use_dictionary": False, "data_page_size": 1 << 16, "write_batch_size": 1}
+    pq.write_table(pa.table({"text": texts}), tmp_path / "d.parquet", **pages)
+    sizes = []
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            sizes.append(len(memoryview(buffer)))
+            return super().readinto(buffer)
+
+    with io.BufferedReader(Counted(tmp_path / "d.parquet")) as file:
+        assert next(read_parquet(file, "d.parquet")).columns == {"text": texts[0]}
+        assert sum(sizes) < file.seek(0, io.SEEK_END) / 2
 
 
 def test_parquet_dates_are_read_as_iso_strings() -> None:
