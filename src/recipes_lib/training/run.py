@@ -251,13 +251,7 @@ class Run:
         """Summary of ``metrics.jsonl``, rollbacks, and the model's commit, which is known once it was downloaded."""
         model = self.config.model
         last_events: dict[Any, Mapping[str, Any]] = {}
-
-        def read_events() -> Iterator[Mapping[str, Any]]:
-            for event in filter(None, read_lines(self.output_dir / METRICS_FILE)):
-                last_events[event.get("kind")] = event
-                yield event
-
-        measured = measure_run(read_events())
+        measured = measure_run(filter(None, read_lines(self.output_dir / METRICS_FILE)), last_events)
         summary: dict[str, Any] = {
             "stopped_early": last_events.get("stop"),
             "best_model": last_events.get("best"),
