@@ -287,7 +287,7 @@ class _Window:
                 if not self._extend():
                     raise
                 continue
-            # At the end of the window, a number may go on.
+            # A number at the end of the window may be incomplete.
             if end < len(self.text) or not self._extend():
                 self.at = end
                 return value
