@@ -137,6 +137,19 @@ def test_hashes_of_a_task_take_the_memory_of_their_arrays(tmp_path):
     assert taken < 1.3 * sum(file.stat().st_size for file in tmp_path.iterdir())
 
 
+def test_memory_of_candidates_does_not_grow_with_their_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(duplicates, "_CACHE_BYTES", 1 << 17)
+    random_ = random.Random(0)
+    books = [" ".join(f"w{random_.randrange(10**6)}" for _ in range(8000)) for _ in range(50)]
+    table = build_table(tmp_path, [text for book in books for text in (f"{book} one", f"{book} two")])
+    tracemalloc.start()
+    found = find_duplicates(table, CONFIG)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found.status == NEAR).sum() == 50
+    assert peak < 4 * table.num_shingles / 2
+
+
 def test_removed_document_repeats_a_kept_one(tmp_path, planted):
     found = find_duplicates(build_table(tmp_path / "h", planted), CONFIG)
     removed = np.flatnonzero(found.status != KEPT)

@@ -44,6 +44,8 @@ _MAX_COMPARISONS: Final = 1000
 enough to be removed have more candidates, and comparing all pairs would be quadratic."""
 _MAX_OPEN_FILES: Final = 256
 """Memory-mapped arrays at a time."""
+_CACHE_BYTES: Final = 1 << 28
+"""Shingles of documents that are kept for further comparisons, if documents have the mean length of the corpus."""
 _ARRAYS: Final = ("exact", "bands", "num_shingles", "shingles", "num_lines", "lines")
 
 Ordinals = npt.NDArray[np.int64]
@@ -150,6 +152,7 @@ class HashTable:
         self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(self._map)
         self.starts = np.cumsum([0, *(len(array) for array in self._iterate("exact"))], dtype=np.int64)
         self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._iterate("num_shingles")]
+        self.num_shingles = sum(int(starts[-1]) for starts in self._shingle_starts)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -336,7 +339,9 @@ class _KeepFirst:
 
     def __init__(self, table: HashTable, config: CorpusConfig, salts: HashArray | None) -> None:
         self._table, self._config, self._salts = table, config, salts
-        self._read = functools.lru_cache(maxsize=4096)(table.read_shingles)
+        # By size, because a book has a thousand times the shingles of a page.
+        fitting = _CACHE_BYTES * len(table) // (4 * table.num_shingles or 1)
+        self._read = functools.lru_cache(maxsize=min(fitting, 4096))(table.read_shingles)
 
     def find_removed(self, members: Ordinals) -> Iterator[tuple[int, int]]:
         """Yield each document to remove, with the kept one that it repeats; ``members`` are ascending."""

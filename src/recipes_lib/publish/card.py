@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -237,7 +238,9 @@ def _format_metadata(values: Record, scores: Sequence[Score]) -> str:
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of ``metrics.jsonl`` by step, without truncated lines; empty without the file."""
-    events = [event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int)]
+    known = (event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int))
+    # Interned: otherwise each of a million events has its own names.
+    events = [{sys.intern(name): value for name, value in event.items()} for event in known]
     return sorted(events, key=lambda event: int(event["step"]))
 
 

@@ -250,12 +250,12 @@ class Run:
     def _summarise(self) -> dict[str, Any]:
         """Summary of ``metrics.jsonl``, rollbacks, and the model's commit, which is known once it was downloaded."""
         model = self.config.model
-        events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
-        last_events = {event.get("kind"): event for event in events}
+        last_events: dict[Any, Mapping[str, Any]] = {}
+        measured = measure_run(filter(None, read_lines(self.output_dir / METRICS_FILE)), last_events)
         summary: dict[str, Any] = {
             "stopped_early": last_events.get("stop"),
             "best_model": last_events.get("best"),
-            "measured": measure_run(events) if self.facts.get("planned") else None,
+            "measured": measured if self.facts.get("planned") else None,
         }
         # Files that were changed or moved meanwhile must not replace the final status of the run by an error.
         with suppress(DataError):

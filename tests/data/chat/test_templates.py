@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.data.chat_cases import FixedClock, answer, user
 from transformers.utils import chat_template_utils
 
 from recipes_lib.config.chat_messages import TEMPLATE_DATE
-from recipes_lib.data.chat.templates import ChatTemplate, Rendered, TemplateError
+from recipes_lib.data.chat.templates import ChatTemplate, Rendered, Span, TemplateError
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -26,6 +27,19 @@ def pieces(rendered: Rendered) -> list[tuple[int, str]]:
 
 def render(source: str, messages: list[dict[str, Any]], **options: Any) -> Rendered:
     return ChatTemplate(source, VARIABLES).render(messages, **options)
+
+
+def test_texts_of_all_messages_take_one_pass_over_the_turns() -> None:
+    passes = []
+
+    class Turns(list[Span]):
+        def __iter__(self) -> Iterator[Span]:
+            passes.append(len(self))
+            return super().__iter__()
+
+    rendered = Rendered("abcd", Turns([Span(0, 0, 1), Span(1, 1, 3), Span(0, 3, 4)]), [], asks=False)
+    assert [rendered.turn(message) for message in (0, 1, 2)] == ["ad", "bc", ""]
+    assert passes == [3]
 
 
 @pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if name.endswith("_training")))

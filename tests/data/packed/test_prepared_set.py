@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from huggingface_hub import constants
 from rich.console import Console
@@ -34,11 +35,11 @@ def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("packs_per_record_batch", [1, 3, 1000])
+@pytest.mark.parametrize("tokens_at_once", [1, 1000, 1 << 22])
 def test_prepared_set_equals_encoder_output(
-    build_config, load_tokenizer, tiny_tokenizer, monkeypatch, packing, packs_per_record_batch
+    build_config, load_tokenizer, tiny_tokenizer, monkeypatch, packing, tokens_at_once
 ):
-    monkeypatch.setattr(module, "_ROWS_PER_RECORD_BATCH", packs_per_record_batch)
+    monkeypatch.setattr("recipes_lib.data.packed.packing._TOKENS_AT_ONCE", tokens_at_once)
     config = build_config(packing=packing)
     prepared = prepare(config, load_tokenizer)
     expected = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows()))
@@ -49,6 +50,14 @@ def test_prepared_set_equals_encoder_output(
     capacity = prepared.manifest["max_length"]
     assert all(len(pack["input_ids"]) <= capacity for pack in prepared.train)
     assert len(prepared.train) < 40 if packing else len(prepared.train) == 40
+
+
+def test_record_batch_of_long_rows_has_few_of_them():
+    """A batch is held in memory, and its offsets are 32-bit: a thousand rows of 4 M tokens would overflow them."""
+    batches = module.read_batches(np.full(6, 3 << 20), lambda rows: pa.record_batch({"row": np.arange(6)[rows]}))
+    found = [batch["row"].to_pylist() for batch in batches]
+    assert max(map(len, found)) <= 2
+    assert [row for batch in found for row in batch] == list(range(6))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed import encoding, prepared_set
+from recipes_lib.data.packed import encoding, packing
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs import preference_sets
 from recipes_lib.data.pairs.preference_sets import encode_pairs, identify_pairs, load_pair_data, prepare_pairs
@@ -69,7 +69,7 @@ def encode_alone(config, tokenizer) -> dict[int, list[list[int]]]:
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 40])
 def test_prepared_pairs_equal_encoder_output(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
-    monkeypatch.setattr(prepared_set, "_ROWS_PER_RECORD_BATCH", rows_per_chunk)
+    monkeypatch.setattr(packing, "_TOKENS_AT_ONCE", 50 * rows_per_chunk)
     config = build_pairs()
     prepared = prepare_pairs(config, load_tokenizer)
     assert prepared.train.column_names == COLUMNS

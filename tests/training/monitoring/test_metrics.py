@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import tracemalloc
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -192,6 +193,17 @@ def test_rewind_drops_evaluation_that_is_repeated(tmp_path):
     assert [(event["kind"], event["step"]) for event in events] == [("train", 1), ("eval", 1), ("train", 2)]
 
 
+def test_rewind_reads_one_line_at_a_time(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "text": "{"x" * 4000}"}}\n' for step in range(1, 501)))
+    tracemalloc.start()
+    MetricsWriter(path).rewind(400)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    assert len(read_rows(path)) == 400
+
+
 def test_write_terminates_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
@@ -244,6 +256,12 @@ def test_energy_is_that_of_training_and_of_a_gpu_that_measures_it(monkeypatch):
 
 def test_measured_run_lacks_figures_that_were_not_logged() -> None:
     events = [{"kind": "train", "step": 10, "seconds": None, "memory_bytes": None}, {"kind": "train", "step": 20}]
-    assert measure_run(events) == {}
-    assert measure_run([*events, {"kind": "train", "step": 30, "seconds": 9.0}]) == {}
-    assert measure_run([]) == {}, "as with `logging_strategy: no`"
+    assert measure_run(events, {}) == {}
+    assert measure_run([*events, {"kind": "train", "step": 30, "seconds": 9.0}], {}) == {}
+    last = {"kind": "train", "step": 50, "seconds": 15.0, "memory_bytes": 7}
+    known = [*events, {"kind": "train", "step": 40, "seconds": 10.0, "memory_bytes": 9}, {"eval_loss": 2.5}, last]
+    measured = {"memory_bytes": 9, "eval_loss": 2.5, "step_seconds": 0.5}
+    last_events = {}
+    assert measure_run(iter(known), last_events) == measured, "events are read once, so that they need not be held"
+    assert last_events == {"train": last, None: {"eval_loss": 2.5}}
+    assert measure_run([], {}) == {}, "as with `logging_strategy: no`"

@@ -473,7 +473,7 @@ def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     after_prompt = [index for index in answers if index >= (row.num_prompt_messages or 0)]
     chosen = {"assistant": answers, "last_assistant": answers[-1:], "completion": after_prompt}.get(loss_on, [])
-    return [index for index in chosen if index not in row.untrained] if row.untrained else chosen
+    return {*chosen} - {*row.untrained}
 
 
 _RAW_BYTE = re.compile(r"<0x[0-9A-F]{2}>")

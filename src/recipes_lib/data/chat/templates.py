@@ -40,7 +40,7 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rendered:
     """A rendered chat.
 
@@ -72,7 +72,15 @@ class Rendered:
         The model generates the first one. Later ones are in the prompts of later turns: Gemma 4's template writes text
         beside a tool call after the answer of the tool.
         """
-        return [self.text[start:end] for number, start, end in self.turns if number == message]
+        return self._parts.get(message, [])
+
+    @cached_property
+    def _parts(self) -> Mapping[int, list[str]]:
+        # All at once: to search the turns for each message would be quadratic.
+        parts: dict[int, list[str]] = {}
+        for message, start, end in self.turns:
+            parts.setdefault(message, []).append(self.text[start:end])
+        return parts
 
     def turn(self, message: int) -> str:
         """Return all text that a message wrote."""

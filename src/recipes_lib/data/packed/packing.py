@@ -71,10 +71,8 @@ class Examples:
         return tokens, loss_mask
 
     def iterate_blocks(self) -> Iterator[slice]:
-        """Yield slices of examples with about 4 million tokens each, so that reading all of them has bounded memory."""
-        blocks = np.cumsum(self.lengths) // _TOKENS_AT_ONCE
-        boundaries = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(self)]
-        return map(slice, boundaries[:-1], boundaries[1:])
+        """Yield the slices of ``split_blocks``."""
+        return split_blocks(self.lengths)
 
     def take(self, indices: npt.NDArray[np.integer]) -> Examples:
         """Return the examples at ``indices``, ``(K,)``, in that order."""
@@ -127,6 +125,17 @@ class Bins:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+
+def split_blocks(lengths: IntArray) -> Iterator[slice]:
+    """Yield slices of rows with about 4 million tokens each, so that reading all of them has bounded memory.
+
+    Args:
+        lengths: Number of tokens of each row, ``int64 (R,)``.
+    """
+    blocks = np.cumsum(lengths) // _TOKENS_AT_ONCE
+    boundaries = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(lengths)]
+    return map(slice, boundaries[:-1], boundaries[1:])
 
 
 def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Examples:

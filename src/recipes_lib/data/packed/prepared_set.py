@@ -29,7 +29,7 @@ from recipes_lib.data.packed.encoding import (
     read_seed,
     verify_unchanged,
 )
-from recipes_lib.data.packed.packing import Bins, Examples, IntArray
+from recipes_lib.data.packed.packing import Bins, Examples, IntArray, split_blocks
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     describe_overlong,
@@ -60,8 +60,6 @@ LENGTH_MULTIPLE: Final = 64
 
 SHARES_PROMPT: Final = "have the prompt of a held-out row"
 """Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
-
-_ROWS_PER_RECORD_BATCH: Final = 1000
 
 
 class SetIdentity(NamedTuple):
@@ -310,7 +308,9 @@ def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
         }
         return pa.record_batch({name: build_lists(*column) for name, column in columns.items()})
 
-    return read_batches(len(bins), read)
+    # Tokens before each document, in the order of the packs.
+    starts = np.append(0, np.cumsum(examples.lengths[bins.order]))
+    return read_batches(np.diff(starts[bins.offsets]), read)
 
 
 def build_lists(offsets: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
@@ -320,19 +320,17 @@ def build_lists(offsets: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
 
 
-def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.RecordBatchReader:
-    """Return a reader of the rows of a split, in batches.
+def read_batches(lengths: IntArray, read: Callable[[slice], pa.RecordBatch]) -> pa.RecordBatchReader:
+    """Return a reader of the rows of a split, in batches of ``split_blocks``.
 
     Args:
-        num_rows: Number of rows of the split.
+        lengths: Number of tokens of each row, ``int64 (R,)``.
         read: Function that returns the rows of a slice, which may be empty.
     """
     import pyarrow as pa
 
-    starts = range(0, num_rows, _ROWS_PER_RECORD_BATCH)
-    slices = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
     # An empty batch has the schema of all batches.
-    return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, slices))
+    return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, split_blocks(lengths)))
 
 
 def derive_max_length(longest: int) -> int:

@@ -304,7 +304,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
             columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
         return pa.record_batch(columns)
 
-    return read_batches(len(side.examples), read)
+    return read_batches(side.examples.lengths, read)
 
 
 @dataclass(frozen=True, kw_only=True)

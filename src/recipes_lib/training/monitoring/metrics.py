@@ -9,10 +9,9 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import parse_number, parse_record, replace_text, spell_numbers
+from recipes_lib.files import atomic_file, parse_number, parse_record, spell_numbers
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.collectives import sum_over_processes
 
@@ -183,16 +182,28 @@ def read_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measure_run(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``memory_bytes`` (peak), ``step_seconds`` (median) and the last ``eval_loss``, as far as logged."""
-    train = [event for event in events if event.get("kind") == "train"]
-    memory = [size for event in train if (size := parse_number(event.get("memory_bytes")))]
-    clock = [tuple(parse_number(event.get(name)) for name in ("step", "seconds")) for event in train]
-    known = [(step, seconds) for step, seconds in clock if step is not None and seconds is not None]
-    paces = [(later[1] - one[1]) / (later[0] - one[0]) for one, later in pairwise(known) if later[0] > one[0]]
-    measured = {"memory_bytes": max(memory)} if memory else {}
-    losses = [loss for event in events if (loss := parse_number(event.get("eval_loss"))) is not None]
-    measured |= {"eval_loss": losses[-1]} if losses else {}
+def measure_run(events: Iterable[Mapping[str, Any]], last: dict[Any, Mapping[str, Any]]) -> dict[str, float]:
+    """Return ``memory_bytes`` (peak), ``step_seconds`` (median) and the last ``eval_loss``, as far as logged.
+
+    Args:
+        events: Events in order; read once, and not kept: a run of a million steps has gigabytes of them.
+        last: Receives the last event of each kind.
+    """
+    measured, paces = dict[str, float](), list[float]()
+    before: tuple[float, float] | None = None
+    for event in events:
+        last[event.get("kind")] = event
+        if (loss := parse_number(event.get("eval_loss"))) is not None:
+            measured["eval_loss"] = loss
+        if event.get("kind") != "train":
+            continue
+        if size := parse_number(event.get("memory_bytes")):
+            measured["memory_bytes"] = max(size, measured.get("memory_bytes", size))
+        step, seconds = (parse_number(event.get(name)) for name in ("step", "seconds"))
+        if step is not None and seconds is not None:
+            if before and step > before[0]:
+                paces.append((seconds - before[1]) / (step - before[0]))
+            before = step, seconds
     return measured | ({"step_seconds": statistics.median(paces)} if paces else {})
 
 
@@ -246,16 +257,17 @@ class MetricsWriter:
         """
         if not self._is_main or not self._path.exists():
             return
-        lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        replace_text(self._path, "".join(line for line in lines if 0 < step >= _read_step(line, is_evaluated)))
+        # Line by line: the events of a million steps take a gigabyte.
+        with atomic_file(self._path) as unfinished, self._path.open("rb") as old, unfinished.open("wb") as new:
+            new.writelines(line for line in old if 0 < step >= _read_step(line, is_evaluated))
 
 
-def _read_step(line: str, is_evaluated: bool) -> float:
+def _read_step(line: bytes, is_evaluated: bool) -> float:
     """Return the step of a line for ``rewind``; infinity for truncated lines, and for the ``best`` line of a run's end.
 
     Unless ``is_evaluated``, evaluations are placed half a step later, so that that of the last step is dropped.
     """
-    event = parse_record(line) or {}
+    event = parse_record(line.decode(errors="replace")) or {}
     step = parse_number(event.get("step"))
     if step is None or event.get("kind") == "best":
         return math.inf
