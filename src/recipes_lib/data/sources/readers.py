@@ -141,8 +141,6 @@ WRAPPERS: Final = ("data", "rows", "examples", "instances", "train")
 """Keys of a JSON document that may hold the list of rows."""
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
-_WINDOW_BYTES: Final = 1 << 20
-"""Bytes of an array that are read at once, or more if an element is longer."""
 
 Line = tuple[int, str]
 
@@ -233,91 +231,35 @@ def _is_table(value: object) -> bool:
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
     """Decode the elements of an array one by one, so that rows before an error are read, and errors have a line."""
-    window, index = _Window(file, name), 0
-    window.peek()
-    window.at += 1
     try:
-        while index or window.peek() != "]":
-            yield _to_entry(window.decode(), f"{name} row {index}", index)
-            index += 1
-            if (mark := window.peek()) == "]":
+        # The bytes, as many again, are not kept while the rows are read.
+        text = file.read().decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        where = f"{name}:{error.object.count(bytes([10]), 0, error.start) + 1}"
+        raise DataError(_describe_encoding(where, error.start, b"")) from None
+
+    def skip_blank(at: int) -> int:
+        blank = _BLANK.match(text, at)
+        return blank.end() if blank else at
+
+    at, index = skip_blank(skip_blank(0) + 1), 0
+    try:
+        while index or text[at : at + 1] != "]":
+            value, at = _DECODER.raw_decode(text, at)
+            yield _to_entry(value, f"{name} row {index}", index)
+            at, index = skip_blank(at), index + 1
+            if text[at : at + 1] == "]":
                 break
-            if mark != ",":
-                found = "expected `,` or `]`" if mark else "the array is not closed"
-                raise json.JSONDecodeError(found, window.text, window.at)
-            window.at += 1
-        window.at += 1
-        if window.peek():
-            raise json.JSONDecodeError("text after the array", window.text, window.at)
+            if text[at : at + 1] != ",":
+                found = "the array is not closed" if at == len(text) else "expected `,` or `]`"
+                raise json.JSONDecodeError(found, text, at)
+            at = skip_blank(at + 1)
+        at = skip_blank(at + 1)
+        if at < len(text):
+            raise json.JSONDecodeError("text after the array", text, at)
     except (ValueError, RecursionError) as error:
-        raise DataError(Problem(f"{name}:{window.find_line(error)}", _explain(error), _DOCUMENT_REMEDY)) from None
-
-
-class _Window:
-    """The part of a JSON text that is being decoded; an array can have gigabytes, and its characters 4 bytes each.
-
-    Attributes:
-        text: The part.
-        at: Position in ``text``; what precedes it is dropped when more is read.
-    """
-
-    def __init__(self, file: BufferedReader, name: str) -> None:
-        self._file, self._name = file, name
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text, self.at = "", 0
-        # Of the file and of the dropped text; columns are those of its last line.
-        self._num_bytes = self._num_lines = self._num_columns = 0
-        self._is_whole = False
-
-    def peek(self) -> str:
-        """Return the next character that is not white space; empty at the end of the file."""
-        while True:
-            blank = _BLANK.match(self.text, self.at)
-            self.at = blank.end() if blank else self.at
-            if self.at < len(self.text) or not self._extend():
-                return self.text[self.at : self.at + 1]
-
-    def decode(self) -> Any:
-        """Return the next value; as ``json`` raises for it in the whole text."""
-        self.peek()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
-            except json.JSONDecodeError:
-                if not self._extend():
-                    raise
-                continue
-            # A number at the end of the window may be incomplete.
-            if end < len(self.text) or not self._extend():
-                self.at = end
-                return value
-
-    def _extend(self) -> bool:
-        """Read on, as much again as is left; return whether the file had not been read to its end."""
-        if self._is_whole:
-            return False
-        dropped = self.text[: self.at]
-        self._num_columns = len(dropped) - dropped.rfind("\n") - 1 + self._num_columns * ("\n" not in dropped)
-        self._num_lines += dropped.count("\n")
-        self.text, self.at = self.text[self.at :], 0
-        block = self._file.read(max(_WINDOW_BYTES, len(self.text)))
-        self._num_bytes += len(block)
-        self._is_whole = not block
-        try:
-            self.text += self._decode(block, self._is_whole)
-        except UnicodeDecodeError as error:
-            line = self._num_lines + self.text.count("\n") + error.object.count(b"\n", 0, error.start) + 1
-            # The object begins with the bytes of a character that the last block has split.
-            offset = self._num_bytes - len(error.object) + error.start
-            raise DataError(_describe_encoding(f"{self._name}:{line}", offset, b"")) from None
-        return True
-
-    def find_line(self, error: Exception) -> int:
-        """Return the line of an error of ``decode`` in the file, and correct its column."""
-        if isinstance(error, json.JSONDecodeError):
-            error.colno += self._num_columns * (error.lineno == 1)
-            return self._num_lines + error.lineno
-        return self._num_lines + self.text.count("\n", 0, self.at) + 1
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else text.count("\n", 0, at) + 1
+        raise DataError(Problem(f"{name}:{line}", _explain(error), _DOCUMENT_REMEDY)) from None
 
 
 def _take_two(lines: Iterator[Line]) -> list[Line]:
