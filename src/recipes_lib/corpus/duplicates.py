@@ -206,7 +206,8 @@ class HashTable:
         """Return the distinct shingles of one document, sorted."""
         task, row = self._locate(ordinal)
         start, stop = self._shingle_starts[task][row : row + 2]
-        return np.unique(self._open("shingles", task)[start:stop])
+        # With counts, numpy 2.4 sorts; without, it hashes, which takes fifty times as long.
+        return np.unique(self._open("shingles", task)[start:stop], return_counts=True)[0]
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, ``uint64 (L,)``, and the ordinal of the document of each."""
@@ -291,7 +292,8 @@ def _list_members(labels: Ordinals) -> Ordinals:
         if len(part := labels[start : start + _BLOCK_ROWS])
     ]
     later = np.concatenate([np.zeros(0, np.int64), *others])
-    return np.union1d(later, labels[later])
+    # With counts, as in `read_shingles`.
+    return np.unique(np.concatenate([later, labels[later]]), return_counts=True)[0]
 
 
 def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:

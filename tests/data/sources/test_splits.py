@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,18 @@ def test_split_is_partition_without_shared_content(values: list[int], size: int,
 @pytest.mark.parametrize(("size", "expected"), [(0.1, 100), (1, 1), (1.0, 1), (250, 250), (0.333, 333)])
 def test_num_held_out_is_exact_for_distinct_rows(size: float, expected: int) -> None:
     assert len(split_rows([digest(value) for value in range(1000)], size, 0)[1]) == expected
+
+
+def test_distinct_values_are_sorted_instead_of_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    unique = np.unique
+
+    def sort(values: Any, **flags: bool) -> Any:
+        assert flags, "without a flag, numpy hashes, which takes many times as long and the memory of a table"
+        return unique(values, **flags)
+
+    monkeypatch.setattr(np, "unique", sort)
+    assert splits.count_distinct(np.array([3, 1, 3, 2, 1])) == 3
+    assert splits.count_duplicates(np.array([b"a", b"b", b"a"], "S16")) == 1
 
 
 def test_split_depends_on_content_and_seed_not_order() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
 from recipes_lib.data.sources.rows import EncodedRow, RemarkBits, build_bits
+from recipes_lib.data.sources.splits import count_distinct
 
 IntArray = npt.NDArray[np.int64]
 
@@ -194,7 +195,7 @@ def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tupl
     return left, LengthCounts(
         num_overlong=int(too_long.sum()),
         num_without_target=int((~with_target).sum()),
-        num_lost_rows=len(examples) - len(np.unique(left.row_ids)),
+        num_lost_rows=len(examples) - count_distinct(left.row_ids),
         num_lost_tokens=int(examples.lengths.sum() - left.lengths.sum()),
         num_lost_targets=num_targets - int(left.num_targets.sum()),
         num_targets=num_targets,

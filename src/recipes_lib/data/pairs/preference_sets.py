@@ -40,7 +40,7 @@ from recipes_lib.data.packed.supervision_audit import (
     summarize_lengths,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.data.sources.splits import compute_digests, count_duplicates
+from recipes_lib.data.sources.splits import compute_digests, count_distinct, count_duplicates
 from recipes_lib.data.store import PreparedSet, Rows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
@@ -521,7 +521,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
         terminators.update(ids[ends].tolist(), ids[ends - rejected[block]].tolist())
     return PairAudit(
         num_pairs=len(prompt),
-        num_prompts=len(np.unique(pairs.columns["prompt_digests"])),
+        num_prompts=count_distinct(pairs.columns["prompt_digests"]),
         num_duplicates=count_duplicates(pairs.digests),
         num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
         num_prompt_tokens=int(prompt.sum()),

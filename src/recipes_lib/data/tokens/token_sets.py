@@ -242,7 +242,8 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
                 yield draw(compute_row_digest(row))
 
     if size is not None and size >= 1:
-        smallest = np.unique(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
+        # With counts, as in `count_distinct`.
+        smallest = np.unique(np.fromiter(draw_all(), np.uint64), return_counts=True)[0][: int(size)].tolist()
         # One more than the largest held-out draw, because draws below the threshold are held out.
         threshold = max(smallest, default=-1) + 1
     return lambda digest: draw(digest) < threshold
