@@ -298,7 +298,7 @@ def test_resume_reuses_answers_of_every_rank(model, tasks, tmp_path, monkeypatch
 
     monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", answer_then_interrupt)
     keys: dict[str, Any] = {"tasks": ["local_choice"], "include_path": [str(tasks)], "limit": 4, "num_fewshot": 0}
-    config = EvalConfig(model_name_or_path=str(model), use_cpu=True, **keys)
+    config = EvalConfig(model_name_or_path=str(model), **keys)
     (model / "eval" / ".requests").mkdir(parents=True)
     monkeypatch.setattr(CheckedModel, "barrier", lambda _: None)
     for rank in range(2):

@@ -132,8 +132,8 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
     as_trained = _compute_on_quantised_base(plan, texts) if plan.compared_on != "full precision" else None
     reference, kl_of_base = _merge_in_float32(plan, texts, folder, as_trained)
     tokenizer.save_pretrained(folder)
-    merged: Any = AutoModelForCausalLM.from_pretrained(folder)
-    mean_kl, same_choice = compare(reference, compute_next_token_logps(merged.eval(), texts))
+    merged = AutoModelForCausalLM.from_pretrained(folder)
+    mean_kl, same_choice = compare(reference, compute_next_token_logps(merged, texts))
     return {
         "base": plan.base.model_name_or_path,
         "base_revision": plan.base.model_revision,
@@ -160,7 +160,6 @@ def _merge_in_float32(
     """
     # ``on_any_base``: the user's ``--base`` may have another name than the one that the adapter records.
     model = load_adapter(load_causal_lm(plan.base, plan.attn_implementation), str(plan.adapter), on_any_base=True)
-    model.eval()
     reference = list(compute_next_token_logps(model, texts)) if as_trained is None else as_trained
     # Before merging, which changes the weights of the base in place.
     with adapters_off(model):
@@ -179,4 +178,4 @@ def _compute_on_quantised_base(plan: Merge, texts: Texts) -> list[Tensor]:
     """Return the log-probabilities of the adapter on its quantised base, as in training."""
     quantization = build_quantization_config(plan.bits, torch.float32, "")
     base = load_causal_lm(plan.base, plan.attn_implementation, quantization)
-    return list(compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts))
+    return list(compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True), texts))
