@@ -382,6 +382,7 @@ def test_resumed_run_must_have_the_same_weights_at_any_path(tmp_path, monkeypatc
             choose(tmp_path / "missing")
     write(3.0)
     named = f"`{key}`" if section == "model" else "the reward model, reference, teacher or initial adapter"
+    named = "the tokenizer" if kind == "tokenizer" else named
     with pytest.raises(ConfigError, match=f"the (weights|files) of {named}.* are not those that this run began"):
         choose(base)
     write(2.0)

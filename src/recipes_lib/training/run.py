@@ -26,6 +26,7 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import load_table
 from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
+from recipes_lib.data.store import compute_key
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -98,7 +99,7 @@ _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
     "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
-    "tokenizer": "the files of `tokenizer_name_or_path`",
+    "tokenizer": "the files of the tokenizer",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
@@ -157,27 +158,36 @@ class Run:
         plan = {name: value for name, value in flatten_config(self.config).items() if name not in _OF_MACHINE}
         # Without the patch version of Python, which may differ between machines.
         plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
-        # Machines may have their own copies of the data.
-        plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
+        model, inputs = self.config.model, self._identify_models()
+        # Machines may have their own copies of data, models and code.
+        facts = self.facts | inputs
+        for name, what in _INPUTS.items():
+            plan[f"the SHA-256 of {what}"] = compute_key({name: _list_fingerprints(facts.get(name))})
+        if (commit := find_commit(str(model.model_name_or_path), model.model_revision)) is not None:
+            # Caches of the Hub may have different files of a commit, such as weights in two formats.
+            plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
+        plan["the SHA-256 of this library"] = compute_key(hash_files(Path(__file__).parents[1], ("**/*.py",)))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.name}")
         elif ignored := list_checkpoints(self.output_dir):
             newest = ignored[0][1]
             say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
-        hashes: Any = None, None, None
-        if self.launch.is_main:  # Other machines may have only a part of the files.
-            model, flat = self.config.model, flatten_config(self.config)
-            own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            others = sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-            # None of a tokenizer of the Hub, or of the model's own.
-            files = model.tokenizer_name_or_path and hash_files(Path(model.tokenizer_name_or_path), TOKENIZER_FILES)
-            hashes = sample_weights(own), others, {"fingerprint": files} if files else None
-        weights, other_weights, tokenizer = broadcast_object(hashes)
-        inputs = {"weights": weights, "other_weights": other_weights, "tokenizer": tokenizer}
-        self.record(resumed_from=checkpoint and checkpoint.name, **inputs)
+        self.record(resumed_from=checkpoint and checkpoint.name, **broadcast_object(inputs))
         self.before.clear()
         return checkpoint
+
+    def _identify_models(self) -> dict[str, Any]:
+        """Return the fingerprints of the model, frozen models and tokenizer of this machine, as in ``_INPUTS``."""
+        model, flat = self.config.model, flatten_config(self.config)
+        own = find_model_folder(str(model.model_name_or_path), model.model_revision)
+        # Empty for a tokenizer of the Hub.
+        files = hash_files(Path(model.tokenizer_name_or_path or str(model.model_name_or_path)), TOKENIZER_FILES)
+        return {
+            "weights": sample_weights(own),
+            "other_weights": sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key))),
+            "tokenizer": {"fingerprint": files} if files else None,
+        }
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes.
