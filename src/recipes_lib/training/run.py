@@ -9,11 +9,12 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -53,8 +54,8 @@ from recipes_lib.files import (
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.processes import explain_lost_connection, has_other_machines, read_failure_code
-from recipes_lib.stopping import STOP
+from recipes_lib.processes import await_failure, explain_lost_connection, has_other_machines, read_failure_code
+from recipes_lib.stopping import SECONDS_TO_UNWIND, STOP, leave
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
     clear_leftovers,
@@ -216,6 +217,8 @@ class Run:
             ConfigError: The system refused an operation (a full disk, for example), or files of the run are missing.
         """
         WATCHDOG.on_stall = lambda reason: self._record_end(STATUSES[EXIT_STALLED], reason)
+        if has_other_machines():
+            threading.Thread(target=self._end_with_other_machines, name="other machines", daemon=True).start()
         try:
             yield
             files = list_model_files(self.output_dir)
@@ -228,6 +231,18 @@ class Run:
             status = STATUSES.get(read_failure_code() if is_lost else getattr(cause, "exit_code", EXIT_BUG), default)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
+
+    def _end_with_other_machines(self) -> None:
+        """Exit after a process of another machine has failed, unless this run trains or ends.
+
+        In training, lost connections are found. Before, this process would wait for it to connect until a timeout.
+        """
+        failure = await_failure(timedelta(weeks=52))
+        time.sleep(SECONDS_TO_UNWIND)
+        if failure is not None and not STOP.is_deferred and self.facts.get("status") == "running":
+            code, words = failure
+            self._record_end(STATUSES.get(code, "failed"), words)
+            leave(EXIT_BUG, f"rank {self.launch.rank} exits: {words}")
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return a user error in place of ``error`` if its cause is known, else ``error``."""
