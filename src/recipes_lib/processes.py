@@ -186,10 +186,10 @@ def await_failure(timeout: timedelta) -> tuple[int, str] | None:
 
 
 def _open_store(timeout: timedelta = timedelta(minutes=1)) -> Any:
-    from torch.distributed import TCPStore  # Slow to import.
+    from torch.distributed.rendezvous import rendezvous  # Slow to import.
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 def is_first_to_report(words: str) -> bool:

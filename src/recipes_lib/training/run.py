@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 import platform
@@ -18,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import numpy as np
 import torch
 from torch._C import _error_if_any_worker_fails
 
@@ -54,6 +52,7 @@ from recipes_lib.files import (
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
+from recipes_lib.models.saved_weights import sample_weights
 from recipes_lib.processes import await_failure, explain_lost_connection, has_other_machines, read_failure_code
 from recipes_lib.stopping import SECONDS_TO_UNWIND, STOP, leave
 from recipes_lib.training.checkpoints.manifest import (
@@ -71,6 +70,7 @@ from recipes_lib.training.checkpoints.resume import (
     count_rows_per_step,
     find_common_checkpoint,
     keep_batch,
+    list_fingerprints,
     list_kept_batch_keys,
     verify_checkpoint_fits,
 )
@@ -112,8 +112,6 @@ _SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}
 """Keys that the hardware or the launch file decides if they are unset, whatever their default."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
-_NUM_SAMPLES: Final = 4096
-"""Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -163,7 +161,7 @@ class Run:
         # Machines may have their own copies of data, models and code.
         facts = self.facts | inputs
         for name, what in _INPUTS.items():
-            plan[f"the SHA-256 of {what}"] = compute_key({name: _list_fingerprints(facts.get(name))})
+            plan[f"the SHA-256 of {what}"] = compute_key({name: list_fingerprints(facts.get(name))})
         if (commit := find_commit(str(model.model_name_or_path), model.model_revision)) is not None:
             # Caches of the Hub may have different files of a commit, such as weights in two formats.
             plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
@@ -197,7 +195,7 @@ class Run:
             ConfigError: The run resumes, and the facts have other inputs (``_INPUTS``) than those it began with.
         """
         for name, what in _INPUTS.items() if self.resume_from else ():
-            before, now = (_list_fingerprints(record.get(name)) for record in (self.facts, facts))
+            before, now = (list_fingerprints(record.get(name)) for record in (self.facts, facts))
             if name in facts and before and before != now:
                 found = f"{what} are not those that this run began with"
                 remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
@@ -514,7 +512,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
             "other_weights": _OTHERS,
             "tokenizer": ("tokenizer_name_or_path",),
         }
-        moved = (name for kind, keys in places.items() if _list_fingerprints(previous.get(kind)) for name in keys)
+        moved = (name for kind, keys in places.items() if list_fingerprints(previous.get(kind)) for name in keys)
         names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
@@ -582,30 +580,6 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
-
-
-def sample_weights(*models: Path | None) -> dict[str, str] | None:
-    """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
-    folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
-    for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):
-        if not part.stat().st_size:  # An empty file, which cannot be mapped and which no model reads.
-            continue
-        content = np.memmap(part, mode="r")
-        # An odd stride meets all bytes of numbers; training seldom changes the highest.
-        digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
-    return {"fingerprint": digest.hexdigest()[:16]} if folders else None
-
-
-def _list_fingerprints(data: Any) -> list[Any]:
-    """Return the fingerprints in a ``data`` or ``weights`` record; empty if it has none, as in older versions."""
-    match data:
-        case {"sources": [*parts]}:  # Token sets of pretraining.
-            return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
-        case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
-            return list(digests.values())
-        case {"fingerprint": digest}:  # Prompts, and weights.
-            return [digest]
-    return []
 
 
 def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
