@@ -186,9 +186,8 @@ def await_failure(timeout: timedelta) -> tuple[int, str] | None:
 
 
 def _open_store(timeout: timedelta = timedelta(minutes=1)) -> Any:
-    from torch.distributed.rendezvous import rendezvous  # Slow to import.
-
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    # By name: errors in the configuration import torch only if there are other machines, which wait for this process.
+    store, _, _ = next(importlib.import_module("torch.distributed.rendezvous").rendezvous("env://", timeout=timeout))
     return store
 
 
