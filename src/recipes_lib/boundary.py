@@ -137,6 +137,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     # A rank that ends because of another one writes no reason: launcher and other ranks name the first cause only.
     if error is not None and not isinstance(error, LostPeerError):
         processes.record_failure(error, code)
+        processes.tell_other_machines(error, code)
     if code in (errors.EXIT_DONE, errors.EXIT_PREEMPTED) or isinstance(error, LostPeerError):
         processes.unregister_process()
     if code != errors.EXIT_DONE and processes.read_world_size() > 1:

@@ -11,13 +11,15 @@ import importlib.util
 import json
 import logging
 import os
+import platform
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from recipes_lib.errors import EXIT_BUG, ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -25,6 +27,8 @@ from recipes_lib.files import read_record
 logger = logging.getLogger(__name__)
 
 _PID_FILE: Final = "pid"
+_FAILURE_KEY: Final = "recipes_lib/failure"
+_SECONDS_TO_TELL: Final = timedelta(seconds=1)
 _POLL_SECONDS: Final = 0.1
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _CPU_QUOTAS: Final = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
@@ -151,12 +155,40 @@ def record_failure(error: BaseException, code: int) -> None:
 
 
 def read_failure_code() -> int:
-    """Return the exit code of the first rank of this machine that recorded its failure; ``EXIT_BUG`` if none did."""
+    """Return the exit code of the first rank that recorded its failure, on any machine; ``EXIT_BUG`` if none did."""
     folder = _find_folder()
     for file in sorted(folder.parent.glob("*/error.json")) if folder else ():
         with suppress(DataError, KeyError):
             return int(read_record(file, {"message": dict})["message"]["errorCode"])
-    return EXIT_BUG
+    failure = await_failure(_SECONDS_TO_TELL)
+    return EXIT_BUG if failure is None else failure[0]
+
+
+def tell_other_machines(error: BaseException, code: int) -> None:
+    """Store why this process ends for ``await_failure`` of other machines; does nothing without any."""
+    if has_other_machines():
+        words = (str(error).splitlines() or [""])[0]
+        text = f"{code} rank {read_rank()} on {platform.node()} ended: {type(error).__name__}: {words}"
+        with suppress(Exception):  # As without torch, or after the end of the launcher of machine 0.
+            _open_store().compare_set(_FAILURE_KEY, "", text)  # Only the first.
+
+
+def await_failure(timeout: timedelta) -> tuple[int, str] | None:
+    """Wait until a process of any machine fails; return its exit code, and which one it is and why.
+
+    Returns ``None`` after the timeout, or if the launcher of machine 0 has ended, or this is the only machine.
+    """
+    if has_other_machines():
+        with suppress(RuntimeError):  # The errors of the store.
+            code, _, words = _open_store(timeout).get(_FAILURE_KEY).decode().partition(" ")
+            return int(code), words
+    return None
+
+
+def _open_store(timeout: timedelta = timedelta(minutes=1)) -> Any:
+    # By name: errors in the configuration import torch only if there are other machines, which wait for this process.
+    store, _, _ = next(importlib.import_module("torch.distributed.rendezvous").rendezvous("env://", timeout=timeout))
+    return store
 
 
 def is_first_to_report(words: str) -> bool:
@@ -215,6 +247,8 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
         others = ", ".join(f"{folder.name} (pid {pid})" for folder, pid in _list_registered())
         name = f"process {others} of this machine" if others else "another process"
         return f"{name} has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
+    if lost is None and (failure := await_failure(_SECONDS_TO_TELL)) is not None:
+        lost = failure[1]
     return lost or "another process ended: see its output for the reason"
 
 

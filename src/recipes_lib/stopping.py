@@ -26,7 +26,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIG
 SECONDS_OF_ONE_REQUEST: Final = 1.0
 """Signals within this time count as one request: a scheduler signals every process, and a launcher forwards it too."""
 
-_SECONDS_TO_UNWIND: Final = 5.0
+SECONDS_TO_UNWIND: Final = 5.0
 """Time for the main thread to exit after another rank has died; it may block in a collective operation."""
 
 _SECONDS_TO_LEAVE: Final = 10.0
@@ -170,18 +170,18 @@ class StopRequest:
                     self._leave_without_peer()
                     _start_timer(_SECONDS_TO_LEAVE, self._leave_in_time, now)
                 elif now - first >= SECONDS_OF_ONE_REQUEST and not self._is_closed:
-                    _leave(128 + number, f"{signal.Signals(number).name} again: exits immediately")
+                    leave(128 + number, f"{signal.Signals(number).name} again: exits immediately")
 
     def _leave_without_peer(self) -> None:
         if (lost := processes.find_dead_process()) is not None:
-            _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"exits because {lost}")
+            _start_timer(SECONDS_TO_UNWIND, leave, EXIT_BUG, f"exits because {lost}")
 
     def _leave_in_time(self, signalled: float) -> None:
         """Exit if the main thread has not reacted in time, unless requests are deferred, or the run has ended."""
         if self._is_closed and not self.is_deferred:
             time.sleep(_SECONDS_TO_LEAVE)  # In a thread of its own: a process that is already ending gets more time.
         if not self.is_deferred and self._first_signal == signalled:
-            _leave(EXIT_PREEMPTED, f"{self.reason or 'stop request'}: exits immediately, with nothing to save")
+            leave(EXIT_PREEMPTED, f"{self.reason or 'stop request'}: exits immediately, with nothing to save")
 
     def _leave_to_parent(self) -> None:
         """Reset the handlers in a forked child, such as a data loader worker, so that only its parent ends it.
@@ -226,7 +226,7 @@ def raising_stop_signals() -> Iterator[None]:
 
 def _end_worker(error: BaseException, item: object) -> None:
     """End a process whose queue cannot send an item, as with a full ``/dev/shm``: its receiver would wait forever."""
-    _leave(EXIT_BUG, f"a worker process ends: {explain_refusal(error) or repr(error)}")
+    leave(EXIT_BUG, f"a worker process ends: {explain_refusal(error) or repr(error)}")
 
 
 def _obey_parent() -> None:
@@ -242,7 +242,8 @@ def _start_timer(seconds: float, act: Callable[..., None], *args: object) -> Non
     timer.start()
 
 
-def _leave(code: int, words: str) -> None:
+def leave(code: int, words: str) -> None:
+    """Exit immediately, from any thread, with a line on standard error."""
     sys.stderr.write(f"{words}\n")
     sys.stderr.flush()
     os._exit(code)

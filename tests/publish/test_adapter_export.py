@@ -16,12 +16,11 @@ from recipes_lib.commands.weights import _write_adapter
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.adapters.lora import add_adapter, read_adapter_state
-from recipes_lib.models.saved_weights import BrokenSaveError
+from recipes_lib.models.saved_weights import BrokenSaveError, sample_weights
 from recipes_lib.publish import final_model as export
 from recipes_lib.publish.final_model import export_model
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
 from recipes_lib.training.checkpoints.sharded import copy_model_shards, read_trained_state
-from recipes_lib.training.run import sample_weights
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"

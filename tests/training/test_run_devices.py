@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import platform
 import signal
 import socket
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.training.test_run import BATCH, ONE, TWO, finish, make_config, write_checkpoint
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError, LostPeerError, Problem
+from recipes_lib.processes import explain_lost_connection, read_failure_code, tell_other_machines
+from recipes_lib.stopping import STOP
 from recipes_lib.training import run as run_module
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.run import describe_process, start_run
@@ -84,6 +88,27 @@ def test_main_process_decides_for_machines_with_disks_of_their_own(tmp_path, fin
     monkeypatch.setattr(run_module, "is_true_on_main", lambda own: not own)
     config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     assert start_run(config, Launch(rank=1, local_rank=0, world_size=2, engine="")).finished is finished
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_run_ends_with_a_machine_that_fails_before_training(tmp_path, monkeypatch, is_training):
+    """It would wait for the processes of that machine until a timeout."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # As the launcher's.
+    run, left = start_run(make_config(tmp_path), ONE), []
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in (variables | {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    for error in (DataError(Problem("rows.jsonl:3", "invalid JSON")), LostPeerError("rank 1 ended")):
+        tell_other_machines(error, error.exit_code)
+    monkeypatch.setattr(run_module, "SECONDS_TO_UNWIND", 0)
+    monkeypatch.setattr(run_module, "leave", lambda *given: left.append(given))
+    monkeypatch.setattr(STOP, "is_deferred", is_training)
+    run._end_with_other_machines()
+    found = f"rank 1 on {platform.node()} ended: DataError: rows.jsonl:3: invalid JSON"
+    assert (explain_lost_connection(RuntimeError("Broken pipe"), 0), read_failure_code()) == (found, 2)
+    assert left == ([] if is_training else [(1, f"rank 0 exits: {found}")])
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (record["status"], record["error"]) == (("running", None) if is_training else ("refused", found))
 
 
 @pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])

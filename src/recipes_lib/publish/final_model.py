@@ -29,7 +29,7 @@ from recipes_lib.models.inference import compute_probe_logits, find_device, find
 from recipes_lib.models.loading import find_model_folder
 from recipes_lib.models.model_files import SENTENCEPIECE, find_sentencepiece
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
+from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, sample_weights, verify_weights
 from recipes_lib.publish.card import write_card
 from recipes_lib.publish.publishing import publishing
 from recipes_lib.report.overview import describe_result
@@ -37,7 +37,7 @@ from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import RUN_FILE, Run, sample_weights, start_run
+from recipes_lib.training.run import RUN_FILE, Run, start_run
 
 
 def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import numpy as np
 import torch
 from torch._C import _error_if_any_worker_fails
 
@@ -26,6 +25,7 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import load_table
 from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
+from recipes_lib.data.store import compute_key
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     EXIT_BUG,
@@ -52,8 +52,9 @@ from recipes_lib.files import (
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
 from recipes_lib.models.model_files import find_missing, list_model_files
-from recipes_lib.processes import explain_lost_connection, has_other_machines, read_failure_code
-from recipes_lib.stopping import STOP
+from recipes_lib.models.saved_weights import sample_weights
+from recipes_lib.processes import await_failure, explain_lost_connection, has_other_machines, read_failure_code
+from recipes_lib.stopping import SECONDS_TO_UNWIND, STOP, leave
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
     clear_leftovers,
@@ -69,6 +70,7 @@ from recipes_lib.training.checkpoints.resume import (
     count_rows_per_step,
     find_common_checkpoint,
     keep_batch,
+    list_fingerprints,
     list_kept_batch_keys,
     verify_checkpoint_fits,
 )
@@ -98,7 +100,7 @@ _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
     "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
-    "tokenizer": "the files of `tokenizer_name_or_path`",
+    "tokenizer": "the files of the tokenizer",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
@@ -110,8 +112,6 @@ _SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}
 """Keys that the hardware or the launch file decides if they are unset, whatever their default."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
-_NUM_SAMPLES: Final = 4096
-"""Sampled bytes of a weight file, which detect other weights without reading a large model."""
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -157,27 +157,36 @@ class Run:
         plan = {name: value for name, value in flatten_config(self.config).items() if name not in _OF_MACHINE}
         # Without the patch version of Python, which may differ between machines.
         plan |= {f"the version of {name}": version for name, version in read_versions().items() if name != "python"}
-        # Machines may have their own copies of the data.
-        plan["the SHA-256 of the dataset's rows"] = _list_fingerprints(self.facts.get("data"))
+        model, inputs = self.config.model, self._identify_models()
+        # Machines may have their own copies of data, models and code.
+        facts = self.facts | inputs
+        for name, what in _INPUTS.items():
+            plan[f"the SHA-256 of {what}"] = compute_key({name: list_fingerprints(facts.get(name))})
+        if (commit := find_commit(str(model.model_name_or_path), model.model_revision)) is not None:
+            # Caches of the Hub may have different files of a commit, such as weights in two formats.
+            plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
+        plan["the SHA-256 of this library"] = compute_key(hash_files(Path(__file__).parents[1], ("**/*.py",)))
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.name}")
         elif ignored := list_checkpoints(self.output_dir):
             newest = ignored[0][1]
             say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
-        hashes: Any = None, None, None
-        if self.launch.is_main:  # Other machines may have only a part of the files.
-            model, flat = self.config.model, flatten_config(self.config)
-            own = find_model_folder(str(model.model_name_or_path), model.model_revision)
-            others = sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key)))
-            # None of a tokenizer of the Hub, or of the model's own.
-            files = model.tokenizer_name_or_path and hash_files(Path(model.tokenizer_name_or_path), TOKENIZER_FILES)
-            hashes = sample_weights(own), others, {"fingerprint": files} if files else None
-        weights, other_weights, tokenizer = broadcast_object(hashes)
-        inputs = {"weights": weights, "other_weights": other_weights, "tokenizer": tokenizer}
-        self.record(resumed_from=checkpoint and checkpoint.name, **inputs)
+        self.record(resumed_from=checkpoint and checkpoint.name, **broadcast_object(inputs))
         self.before.clear()
         return checkpoint
+
+    def _identify_models(self) -> dict[str, Any]:
+        """Return the fingerprints of the model, frozen models and tokenizer of this machine, as in ``_INPUTS``."""
+        model, flat = self.config.model, flatten_config(self.config)
+        own = find_model_folder(str(model.model_name_or_path), model.model_revision)
+        # Empty for a tokenizer of the Hub.
+        files = hash_files(Path(model.tokenizer_name_or_path or str(model.model_name_or_path)), TOKENIZER_FILES)
+        return {
+            "weights": sample_weights(own),
+            "other_weights": sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key))),
+            "tokenizer": {"fingerprint": files} if files else None,
+        }
 
     def record(self, **facts: Any) -> None:
         """Add facts to ``run.json``; only the main process writes.
@@ -186,7 +195,7 @@ class Run:
             ConfigError: The run resumes, and the facts have other inputs (``_INPUTS``) than those it began with.
         """
         for name, what in _INPUTS.items() if self.resume_from else ():
-            before, now = (_list_fingerprints(record.get(name)) for record in (self.facts, facts))
+            before, now = (list_fingerprints(record.get(name)) for record in (self.facts, facts))
             if name in facts and before and before != now:
                 found = f"{what} are not those that this run began with"
                 remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
@@ -206,6 +215,8 @@ class Run:
             ConfigError: The system refused an operation (a full disk, for example), or files of the run are missing.
         """
         WATCHDOG.on_stall = lambda reason: self._record_end(STATUSES[EXIT_STALLED], reason)
+        if has_other_machines():
+            threading.Thread(target=self._end_with_other_machines, name="other machines", daemon=True).start()
         try:
             yield
             files = list_model_files(self.output_dir)
@@ -218,6 +229,18 @@ class Run:
             status = STATUSES.get(read_failure_code() if is_lost else getattr(cause, "exit_code", EXIT_BUG), default)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
+
+    def _end_with_other_machines(self) -> None:
+        """Exit after a process of another machine has failed, unless this run trains or ends.
+
+        In training, lost connections are found. Before, this process would wait for it to connect until a timeout.
+        """
+        failure = await_failure(timedelta(weeks=52))
+        time.sleep(SECONDS_TO_UNWIND)
+        if failure is not None and not STOP.is_deferred and self.facts.get("status") == "running":
+            code, words = failure
+            self._record_end(STATUSES.get(code, "failed"), words)
+            leave(EXIT_BUG, f"rank {self.launch.rank} exits: {words}")
 
     def _explain(self, error: BaseException) -> BaseException:
         """Return a user error in place of ``error`` if its cause is known, else ``error``."""
@@ -489,7 +512,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
             "other_weights": _OTHERS,
             "tokenizer": ("tokenizer_name_or_path",),
         }
-        moved = (name for kind, keys in places.items() if _list_fingerprints(previous.get(kind)) for name in keys)
+        moved = (name for kind, keys in places.items() if list_fingerprints(previous.get(kind)) for name in keys)
         names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
@@ -557,30 +580,6 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}
-
-
-def sample_weights(*models: Path | None) -> dict[str, str] | None:
-    """Return a hash of sizes and samples of the weight files in folders; ``None`` if there is no such folder."""
-    folders, digest = [model for model in models if model is not None and model.is_dir()], hashlib.sha256()
-    for part in (part for folder in folders for part in sorted(folder.glob("*.safetensors"))):
-        if not part.stat().st_size:  # An empty file, which cannot be mapped and which no model reads.
-            continue
-        content = np.memmap(part, mode="r")
-        # An odd stride meets all bytes of numbers; training seldom changes the highest.
-        digest.update(f"{part.name} {len(content)} ".encode() + content[:: len(content) // _NUM_SAMPLES | 1].tobytes())
-    return {"fingerprint": digest.hexdigest()[:16]} if folders else None
-
-
-def _list_fingerprints(data: Any) -> list[Any]:
-    """Return the fingerprints in a ``data`` or ``weights`` record; empty if it has none, as in older versions."""
-    match data:
-        case {"sources": [*parts]}:  # Token sets of pretraining.
-            return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
-        case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
-            return list(digests.values())
-        case {"fingerprint": digest}:  # Prompts, and weights.
-            return [digest]
-    return []
 
 
 def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -349,17 +349,34 @@ def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, 
     assert differing - {"torch"} == {"the version of torch" if name == "torch" else name}
 
 
-def test_run_compares_rows_of_all_ranks(tmp_path, monkeypatch):
-    """Machines with their own copies of a dataset would otherwise train on different rows without an error."""
+@pytest.mark.parametrize(
+    ("what", "file"),
+    [
+        ("the rows of the dataset", None),
+        ("the weights of `model_name_or_path`", "model/model.safetensors"),
+        ("the weights of the reward model, reference, teacher", "teacher/model.safetensors"),
+        ("the files of the tokenizer", "model/chat_template.jinja"),
+        ("this library", "library/training/run.py"),
+    ],
+)
+def test_run_compares_contents_of_all_ranks(tmp_path, monkeypatch, what, file):
+    """Machines with their own copies of a file would otherwise train on different ones without an error."""
     plans = []
     monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
-    for rows in ("a", "b"):
-        run = Run(build_recipe({"output_dir": str(tmp_path)}), tmp_path, SECOND, None, finished=False)
-        run.record(data={"inputs": {"sources": {"train": rows}}})
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "library/training/run.py"))
+    (tmp_path / "model").mkdir()
+    model = ModelConfig(model_name_or_path=str(tmp_path / "model"))
+    keys = {"output_dir": str(tmp_path / "out"), "teacher_model_name_or_path": str(tmp_path / "teacher")}
+    for content in ("a", "b"):
+        if file:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(content)
+        run = Run(build_recipe(keys, model=model), tmp_path, SECOND, None, finished=False)
+        run.record(data={"inputs": {"sources": {"train": "a" if file else content}}})
         run.choose_checkpoint()
-    differing = {key: [plan[key] for plan in plans] for key in plans[0] if plans[0][key] != plans[1][key]}
-    assert differing == {"the SHA-256 of the dataset's rows": [["a"], ["b"]]}
-    assert not list(tmp_path.iterdir()), "only the main process writes run.json"
+    (differing,) = (key for key in plans[0] if plans[0][key] != plans[1][key])
+    assert differing.startswith(f"the SHA-256 of {what}")
+    assert not (tmp_path / "run.json").exists(), "only the main process writes run.json"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,18 @@ def list_kept_batch_keys(previous: Mapping[str, Any], now: Mapping[str, Any], da
     return {*BATCH_KEYS, GENERATION_KEY} if is_same else set(BATCH_KEYS)
 
 
+def list_fingerprints(data: Any) -> list[Any]:
+    """Return the fingerprints in a ``data`` or ``weights`` record; empty if it has none, as in older versions."""
+    match data:
+        case {"sources": [*parts]}:  # Token sets of pretraining.
+            return [part["fingerprint"] for part in parts if isinstance(part, dict) and "fingerprint" in part]
+        case {"inputs": {"sources": {**digests}}}:  # Packed chats and pairs.
+            return list(digests.values())
+        case {"fingerprint": digest}:  # Prompts, and weights.
+            return [digest]
+    return []
+
+
 def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
     """Raise if this launch cannot load a checkpoint.
 
@@ -201,7 +213,7 @@ def _find_disagreement(
         if launch.is_main:  # As a link to a disk that is not mounted.
             return Problem(str(checkpoint), "is neither a folder nor a link to one", "restore it, or delete it")
         found = f"on {host} does not see {checkpoint}, from which the main process resumes"
-        return Problem(name, found, "put output_dir on storage that all machines share")
+        return Problem(name, found, "put output_dir on storage that all machines share, or copy this folder there")
     return None
 
 
