@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from tests.forked import run_python
@@ -202,6 +203,15 @@ def test_program_without_standard_streams_can_train(name: str, monkeypatch: pyte
     with _preserving_state():
         getattr(sys, name).write("done\n")
     assert getattr(sys, name) is None
+
+
+ROWS = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+
+
+@pytest.mark.parametrize("rows", [ROWS, DatasetDict(train=ROWS), ROWS.to_pandas()])
+def test_rows_as_an_object_are_refused(keys: dict[str, Any], rows: Any) -> None:
+    (problem,) = check("sft", keys, dataset_name=rows)
+    assert "to_parquet" in problem.remedy
 
 
 def test_autocast_of_caller_is_refused(keys: dict[str, Any]) -> None:

@@ -138,6 +138,9 @@ def _simplify(value: Any) -> Any:
     """Return an enum, NumPy value, mapping, iterable, function, dtype or path as a value that JSON supports."""
     if isinstance(value, Enum):
         return value.value
+    if hasattr(value, "to_parquet"):  # Of `datasets` or pandas; a run names its data, so that it can resume.
+        found = "rows are given as an object, and are read from files"
+        raise ConfigError(Problem(type(value).__name__, found, "write them with its `to_parquet`, and give the path"))
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
