@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
 import os
 import random
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 from tests.forked import run_python
@@ -185,6 +188,41 @@ def test_train_is_independent_of_working_directory_and_restores_progress_bars(ke
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+def test_switches_of_a_run_do_not_stay_for_the_next() -> None:
+    """As `tf32: true` and `full_determinism: true` set them."""
+    before = torch.backends.fp32_precision, torch.get_deterministic_debug_mode()
+    with _preserving_state():
+        torch.backends.fp32_precision = "tf32"
+        torch.use_deterministic_algorithms(True)
+    assert (torch.backends.fp32_precision, torch.get_deterministic_debug_mode()) == before
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_program_without_standard_streams_can_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, name, None)
+    with _preserving_state():
+        getattr(sys, name).write("done\n")
+    assert getattr(sys, name) is None
+
+
+ROWS = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+
+
+@pytest.mark.parametrize("rows", [ROWS, DatasetDict(train=ROWS), ROWS.to_pandas()])
+def test_rows_as_an_object_are_refused(keys: dict[str, Any], rows: Any) -> None:
+    (problem,) = check("sft", keys, dataset_name=rows)
+    assert "to_parquet" in problem.remedy
+
+
+def test_autocast_of_caller_is_refused(keys: dict[str, Any]) -> None:
+    """Its cache, which is cleared where the outermost context ends, has the weights before the first update."""
+    with torch.autocast("cpu"), pytest.raises(ConfigError, match=r"torch\.autocast: is active"):
+        train("sft", keys)
+    with torch.autocast("cpu"):
+        (problem,) = check("sft", keys)
+    assert "`bf16`" in problem.remedy
+
+
 def test_check_shows_nothing_in_a_notebook(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There, rich displays what is printed to any file below the cell."""
     shown: list[Any] = []
@@ -240,6 +278,18 @@ def score(**_: Any) -> list[float]:
 )
 def test_python_value_is_formatted_as_flag(value: Any, text: str) -> None:
     assert _format_value(value) == text
+
+
+@functools.wraps(score)
+def score_scaled(**given: Any) -> list[float]:
+    return [2 * one for one in score(**given)]
+
+
+@pytest.mark.parametrize("function", [score_scaled, lambda **_: [0.0], Path("a").exists])
+def test_function_that_its_name_does_not_find_is_refused(function: Any) -> None:
+    """By its name, another function would be called: the one that ``functools.wraps`` has wrapped."""
+    with pytest.raises(ConfigError, match="this name is not that of the given function or class"):
+        _format_value([function])
 
 
 class Doubling(TrainerCallback):

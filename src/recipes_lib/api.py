@@ -10,7 +10,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,7 +50,8 @@ def train(recipe: str, config: Config = None, **overrides: Any) -> RunFiles:
         for ``pandas.DataFrame``), ``facts`` and ``samples``.
 
     Raises:
-        ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
+        ConfigError: A key, a value or a combination of keys is invalid; lists every problem. Or ``torch.autocast`` is
+            active.
         DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
         PreemptedError: Ctrl-C, or the file ``STOP`` in ``output_dir``, stopped the training. Its last step is saved;
@@ -85,16 +86,16 @@ def check(recipe: str, config: Config = None, **overrides: Any) -> list[Problem]
     """
     try:
         loaded = _load(recipe, config, overrides)
+        with _ONE_RUN, _preserving_state():  # Entered twice, as in ``train``.
+            from rich.console import Console
+
+            from recipes_lib.commands.check import check as check_run
+            from recipes_lib.training.layouts.launch_environment import plan_launch
+
+            with _preserving_state():
+                return check_run(loaded, plan_launch(None), Console(quiet=True))
     except ConfigError as error:
         return list(error.problems)
-    with _ONE_RUN, _preserving_state():  # Entered twice, as in ``train``.
-        from rich.console import Console
-
-        from recipes_lib.commands.check import check as check_run
-        from recipes_lib.training.layouts.launch_environment import plan_launch
-
-        with _preserving_state():
-            return check_run(loaded, plan_launch(None), Console(quiet=True))
 
 
 def load_run(folder: str | Path) -> RunFiles:
@@ -137,14 +138,22 @@ def _simplify(value: Any) -> Any:
     """Return an enum, NumPy value, mapping, iterable, function, dtype or path as a value that JSON supports."""
     if isinstance(value, Enum):
         return value.value
+    if hasattr(value, "to_parquet"):  # Of `datasets` or pandas; a run names its data, so that it can resume.
+        found = "rows are given as an object, and are read from files"
+        raise ConfigError(Problem(type(value).__name__, found, "write them with its `to_parquet`, and give the path"))
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return sorted(value) if isinstance(value, set | frozenset) else list(value)
-    if hasattr(value, "__qualname__"):  # A reward function, which is configured by its name.
-        return f"{value.__module__}:{value.__qualname__}"
+    if hasattr(value, "__qualname__"):  # A function or class, which is configured by its name.
+        path = f"{value.__module__}:{value.__qualname__}"
+        # `functools.wraps` gives a wrapper the name of what it wraps, which alone would be called.
+        if getattr(sys.modules.get(value.__module__), value.__qualname__, None) is not value:
+            remedy = "define it by `def` or `class`, outside of functions and classes, under a name of its own"
+            raise ConfigError(Problem(path, "this name is not that of the given function or class", remedy))
+        return path
     own = "torch." if type(value).__module__ == "torch" else ""  # Of a dtype.
     return value if isinstance(value, bool | int | float | str | None) else str(value).removeprefix(own)
 
@@ -161,15 +170,28 @@ def _preserving_state() -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         if logging := sys.modules.get("transformers.utils.logging"):
             stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(None))
+        null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        if sys.stdout is None:  # The script was started without it (`>&-`, pythonw).
+            stack.enter_context(redirect_stdout(null))
+        if sys.stderr is None:
+            stack.enter_context(redirect_stderr(null))
         if numpy is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:
+            depth = torch.autocast_increment_nesting()
+            torch.autocast_decrement_nesting()
+            if depth > 1:
+                found = "is active, and its cached copies of the weights would not follow their updates"
+                raise ConfigError(Problem("torch.autocast", found, "leave it; the key `bf16` chooses the precision"))
             gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()  # ``memory_bytes`` would be that of an earlier run.
             stack.enter_context(torch.random.fork_rng(gpus))
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
+            # `tf32`, `torch_compile` and `full_determinism` would set them for later runs too.
+            stack.callback(setattr, torch.backends, "fp32_precision", torch.backends.fp32_precision)
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(torch.inference_mode(mode=False))

@@ -352,6 +352,7 @@ def test_compatible_keys_are_accepted(problems_of, recipe: str, lines: str) -> N
         ("ppo", "model_name_or_path: a/b\n", "no reward: neither"),
         ("ppo", "model_name_or_path: a/b\nreward_funcs: [length]\n", "not an import path"),
         ("ppo", "model_name_or_path: a/b\nreward_funcs: [a.b:f(x=1, y=2)]\nreward_weights: [1]\n", "quote its items"),
+        ("rloo", "model_name_or_path: a/b\nreward_funcs: ['__main__:f']\nreward_timeout: 9\n", "in a file of its own"),
         ("grpo", "model_name_or_path: a/b\nreward_funcs: [accuracy]\n", "one of recipes_lib.rl.verifiers"),
         ("ppo", "model_name_or_path: a/b\nreward_funcs: {a: b}\nreward_weights: [1]\n", "`reward_funcs` is a mapping"),
         ("pretrain", "max_length: 64\n", "neither `model_config` nor"),

@@ -175,6 +175,9 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("reward_funcs", found, remedy)
             if is_split:
                 return
+        elif function.startswith("__main__:") and settings["reward_timeout"] is not None:
+            found = f"{function} is of a script or notebook, which the process of `reward_timeout` does not import"
+            yield settings.problem("reward_funcs", found, "define it in a file of its own, or remove `reward_timeout`")
     weights = settings["reward_weights"]
     if weights is not None and num_rewards and len(weights) != num_rewards:
         found = f"`reward_weights` has {len(weights)} numbers for {num_rewards} rewards"

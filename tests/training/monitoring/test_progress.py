@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.training.clock import Clock
@@ -35,6 +37,8 @@ class Terminal(io.StringIO):
 def test_display_is_chosen_by_stream() -> None:
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
+    tee: Any = SimpleNamespace(write=str, flush=str)
+    assert isinstance(build_progress(is_main=True, stream=tee), PlainProgress)
     assert type(build_progress(is_main=False, stream=Terminal())) is TrainingProgress
 
 

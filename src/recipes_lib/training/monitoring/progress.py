@@ -62,7 +62,8 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
     stream = sys.stderr if stream is None else stream
     if not is_main:
         return TrainingProgress()
-    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
+    # A replaced stream, such as one that also writes a log file, may only have `write` and `flush`.
+    return LiveProgress(stream) if hasattr(stream, "isatty") and stream.isatty() else PlainProgress(stream)
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
