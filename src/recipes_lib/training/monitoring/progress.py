@@ -62,7 +62,9 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
     stream = sys.stderr if stream is None else stream
     if not is_main:
         return TrainingProgress()
-    return LiveProgress(stream) if stream.isatty() else PlainProgress(stream)
+    # Without cursor movement (`TERM=dumb`) rich draws the bar once, at the end.
+    is_live = stream.isatty() and Console(file=stream).is_interactive
+    return LiveProgress(stream) if is_live else PlainProgress(stream)
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
