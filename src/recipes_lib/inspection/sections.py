@@ -77,7 +77,7 @@ class Inspection(ABC):
         self.vocabulary: Any = None  # Map from the student's to the teacher's token ids, in distillation.
         self._data: Any = None  # Prepared by `check_data`; None if that failed.
         self.num_parameters = 0
-        self.num_trained: int | None = None  # None if the adapter cannot be built.
+        self.num_trained: Any = None  # Trained parameters; None if the adapter cannot be built.
         self.num_steps = 0
         self.num_epochs: float | None = None
 
@@ -422,7 +422,6 @@ class Inspection(ABC):
         from recipes_lib.planning.compute import find_dtype
         from recipes_lib.planning.disk import count_state_bytes
 
-        assert self.num_trained is not None
         num_saved, width = self.num_parameters, find_dtype(self.model_config, self.config.model.dtype).itemsize
         if self.config.adapter.use_peft:
             num_saved, width = self.num_trained, 4

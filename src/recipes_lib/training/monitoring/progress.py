@@ -63,8 +63,7 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
     if not is_main:
         return TrainingProgress()
     # Without cursor movement (`TERM=dumb`) rich draws the bar once, at the end.
-    is_live = stream.isatty() and Console(file=stream).is_interactive
-    return LiveProgress(stream) if is_live else PlainProgress(stream)
+    return (LiveProgress if stream.isatty() and Console(file=stream).is_interactive else PlainProgress)(stream)
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
