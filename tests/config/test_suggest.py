@@ -25,6 +25,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("use_peft: true", "not a key of this recipe", "lora"),
         ("beta: 0.1", "not a key of this recipe", "dpo"),
         ("mixed_precision: bf16", "accelerate YAML", "accelerate"),
+        ("hardware: fsdp2", "is a flag of", "start `recipes launch --hardware NAME`"),
         ("weight: 2", "`dataset_mixture` entry", "inside the entry"),
         ("training:\n  max_steps: 3", "keys are flat", "move max_steps to the left margin"),
         ("optimizer:\n  fused: true\n  lr: 3e-4", "keys are flat", "move lr to the left margin"),

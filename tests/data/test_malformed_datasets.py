@@ -84,6 +84,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "empty parquet file": ("d.parquet", b"", "", "Parquet"),
     "parquet without rows": ("d.parquet", parquet(pa.table({"text": pa.array([], pa.string())})), "", "no rows"),
     "broken line": ("d.jsonl", GOOD + b'{"text": "a",}\n', ":2", "column"),
+    "cut line": ("d.jsonl", GOOD + b'{"text": ["a"\n' + GOOD, ":2", "column 14"),
     "cut last line": ("d.jsonl", GOOD + GOOD + b'{"text": "a', ":3", "invalid JSON"),
     "single quotes": ("d.jsonl", b"{'text': 'a'}\n", ":1", "column 2"),
     "two objects on a line": ("d.jsonl", GOOD + b'{"text": "a"} {"text": "b"}\n', ":2", "Extra data"),

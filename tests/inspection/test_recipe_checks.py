@@ -131,7 +131,7 @@ def test_weights_that_do_not_fit_are_a_problem_and_damaged_ones_a_warning(
     (model / "model.safetensors").write_bytes(b"")
     problems, output = run_check(recipe, rows, **keys | {key: model}, pad_token="<|pad|>")
     assert problems == []
-    assert f"warning: {model}: model.safetensors cannot be opened again" in output
+    assert f"warning: {model}: model.safetensors cannot be opened: " in output
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]

@@ -92,6 +92,12 @@ def test_fault_that_ends_a_run_at_its_start_is_reported(run_check, tmp_path, tin
     assert [found in problem.found for problem in problems] == [True], output
 
 
+def test_wrong_target_module_is_found_beside_broken_rows(run_check) -> None:
+    problems, output = run_check("lora", [{"messages": []}], lora_target_modules="[typo_proj]")
+    assert [("typo_proj" in problem.found) for problem in problems] == [False, True]
+    assert "✗ adapter\n" in output
+
+
 def test_special_tokens_beyond_the_vocabulary_are_a_warning(run_check, tmp_path, tiny_model_dir) -> None:
     """As of a model whose vocabulary was trimmed."""
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
@@ -157,6 +163,7 @@ def test_frozen_vision_tower_is_saved_without_optimizer_states(tmp_path, tiny_to
     config, model = build_config(tmp_path, tiny_tokenizer_dir), build_gemma3()
     inspection = PretrainInspection(config, plan_launch(None, 1), Console())
     inspection.model_config, inspection.num_parameters = model.config, model.num_parameters()
+    inspection.check_adapter([].append)
     freeze_outside_text(model)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert num_trained < model.num_parameters()

@@ -100,7 +100,7 @@ def test_loaded_weights_have_requested_dtype(name: Any, expected: str, model_dir
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
-    [("config.json", b"{", "is not a valid JSON file"), ("model.safetensors", b"x" * 99, "cannot be opened again")],
+    [("config.json", b"{", "is not a valid JSON file"), ("model.safetensors", b"x" * 99, "cannot be opened")],
 )
 def test_corrupt_file_is_one_config_error(file: str, content: bytes, words: str, model_dir: Path) -> None:
     (model_dir / file).write_bytes(content)

@@ -48,15 +48,15 @@ def test_is_model_requires_weights_and_configuration(tmp_path, names, holds):
     ("change", "found"),
     [
         (lambda file: None, None),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened again"),
-        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "model.safetensors cannot be opened"),
+        (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened"),
         (
             lambda file: file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\n"),
             "git lfs pull",
         ),
         (
             lambda file: (file.unlink(), file.symlink_to(file.name)),
-            "model.safetensors cannot be opened again: [Errno 40]",
+            "model.safetensors cannot be opened: [Errno 40]",
         ),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
         (split_off_shard, f"{SHARDS[1]} is missing"),

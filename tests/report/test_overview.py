@@ -58,7 +58,7 @@ def test_overview_has_the_cost_of_all_devices(tmp_path: Path) -> None:
 
 def test_describe_result(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", SFT)
-    assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"
+    assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s of training"
     ppo = [{"kind": "train", "step": 4, "loss": -0.1, "objective/score": 0.25}]
     write_run(tmp_path / "ppo", [*ppo, {"kind": "eval", "step": 4, "eval_reward": 0.5, "eval_loss": 9}], stage="ppo")
     assert describe_result(read_run(tmp_path / "ppo")) == "eval_reward 0.5, 4 steps"

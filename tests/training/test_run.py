@@ -204,7 +204,7 @@ def test_finished_run_is_not_modified(tmp_path, capsys):
     ("name", "content", "words"),
     [
         ("model.safetensors", None, "model.safetensors is missing"),
-        ("model.safetensors", b"cut", "model.safetensors cannot be opened again"),
+        ("model.safetensors", b"cut", "model.safetensors cannot be opened"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
     ],
 )

@@ -77,6 +77,7 @@ class Inspection(ABC):
         self.vocabulary: Any = None  # Map from the student's to the teacher's token ids, in distillation.
         self._data: Any = None  # Prepared by `check_data`; None if that failed.
         self.num_parameters = 0
+        self.num_trained: Any = None  # Trained parameters; None if the adapter cannot be built.
         self.num_steps = 0
         self.num_epochs: float | None = None
 
@@ -88,12 +89,13 @@ class Inspection(ABC):
             ("tokenizer and model", self.check_model, ()),
             ("data", self.check_data, ()),
             ("corpus", self.check_corpus, ()),
+            ("adapter", self.check_adapter, ("model_config",)),
             ("model and data together", self.check_agreement, ("tokenizer", "model_config")),
             ("precision and attention", self.check_kernels, ("model_config",)),
             ("optimizer and trackers", self.check_packages, ()),
             ("benchmarks", self.check_tasks, ("tokenizer", "model_config")),
             ("steps and learning rate", self.check_steps, ("_data",)),
-            ("disk", self.check_disk, ("model_config",)),
+            ("disk", self.check_disk, ("num_trained",)),
             ("Hub", self.check_hub, ()),
         ):
             if all(getattr(self, attribute) is not None for attribute in needed):
@@ -207,6 +209,22 @@ class Inspection(ABC):
         if self.corpus_kind is not None:
             end = self.tokenizer.eos_token if self.tokenizer is not None and self.corpus_kind == "text" else None
             report_corpus(self.config, self.corpus_kind, report, end)
+
+    def check_adapter(self, report: Report) -> None:
+        """Add the adapter to the model, without weights, and report the parameters that it trains."""
+        import torch
+
+        from recipes_lib.models.adapters.lora import add_adapter
+        from recipes_lib.planning.compute import build_on_meta
+
+        model = build_on_meta(self.model_config)
+        if self.config.adapter.use_peft:
+            with torch.device("meta"):
+                model = add_adapter(model, self.config.adapter, seed=0)
+        # A frozen vision tower is saved with the model, and has no optimizer states.
+        self.num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if self.config.adapter.use_peft:
+            report(f"{self.num_trained:,} trained parameters")
 
     def read_ends(self) -> tuple[int | None, Sequence[int]]:
         """Return the length of the longest row in tokens, and the ids of tokens that end answers.
@@ -401,22 +419,13 @@ class Inspection(ABC):
 
     def count_saved(self) -> tuple[int, int]:
         """Return the bytes of a checkpoint and of the final model: of the whole model, or of an adapter alone."""
-        import torch
-
-        from recipes_lib.models.adapters.lora import add_adapter
-        from recipes_lib.planning.compute import build_on_meta, find_dtype
+        from recipes_lib.planning.compute import find_dtype
         from recipes_lib.planning.disk import count_state_bytes
 
-        model, num_saved = build_on_meta(self.model_config), self.num_parameters
+        num_saved, width = self.num_parameters, find_dtype(self.model_config, self.config.model.dtype).itemsize
         if self.config.adapter.use_peft:
-            with torch.device("meta"):
-                model = add_adapter(model, self.config.adapter, seed=0)
-        # A frozen vision tower is saved with the model, and has no optimizer states.
-        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        width = find_dtype(self.model_config, self.config.model.dtype).itemsize
-        if self.config.adapter.use_peft:
-            num_saved, width = num_trained, 4
-        states = round(num_trained * count_state_bytes(self.config.training, width))
+            num_saved, width = self.num_trained, 4
+        states = round(self.num_trained * count_state_bytes(self.config.training, width))
         return self.num_learners * (num_saved * width + states), num_saved * width
 
     def check_hub(self, report: Report) -> None:

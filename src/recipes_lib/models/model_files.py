@@ -96,7 +96,7 @@ def find_damage(folder: Path) -> str | None:
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, SafetensorError) as error:
-            return f"{name} cannot be opened again: {error}"
+            return f"{name} cannot be opened: {error}"
     return None
 
 

@@ -181,11 +181,13 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 
 def describe_result(run: RunFiles) -> str:
-    """Return result and duration of a run as text: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min 0 s``."""
+    """Return result and training time of a run: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min 0 s of training``."""
     entry = Entry(name=run.name, path=Path(), **summarize(run))
     parts = [show_figure(entry)] if entry.figure else []
     parts += [pluralize(entry.step, "step")] if entry.step is not None else []
-    return ", ".join([*parts, *([] if entry.seconds is None else [format_duration(entry.seconds)])])
+    # Without evaluations and saves, which may take longer.
+    parts += [] if entry.seconds is None else [f"{format_duration(entry.seconds)} of training"]
+    return ", ".join(parts)
 
 
 def show_figure(entry: Entry) -> str:

@@ -34,7 +34,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_display_is_chosen_by_stream() -> None:
+def test_display_is_chosen_by_stream(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(build_progress(is_main=True, stream=Terminal()), PlainProgress)
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(build_progress(is_main=True, stream=Terminal()), LiveProgress)
     assert isinstance(build_progress(is_main=True, stream=io.StringIO()), PlainProgress)
     tee: Any = SimpleNamespace(write=str, flush=str)

@@ -253,7 +253,7 @@ class RowEncoder:
         try:
             source = self.tokenizer.get_chat_template(self._chat_template, tools=[{}] if with_tools else None)
         except ValueError as error:
-            remedy = "set chat_template_path: recipes/configs/chat_templates/zephyr.jinja needs no new tokens"
+            remedy = "set chat_template_path; recipes/configs/chat_templates/zephyr.jinja needs no new tokens"
             raise ConfigError(Problem("chat_template_path", "the tokenizer has no chat template", remedy)) from error
         variables = dict(self.tokenizer.special_tokens_map)
         if self._eos_token is not None:

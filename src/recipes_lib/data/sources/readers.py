@@ -190,7 +190,8 @@ def read_json_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
         if not line or line.isspace():
             continue
         try:
-            value = _DECODER.decode(line)
+            # Without its line end, after which an error would be in column 1.
+            value = _DECODER.decode(line.rstrip())
         except (ValueError, RecursionError) as error:
             yield Problem(f"{name}:{number}", _explain(error), _LINE_REMEDY)
         else:

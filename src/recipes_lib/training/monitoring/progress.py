@@ -62,8 +62,10 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
     stream = sys.stderr if stream is None else stream
     if not is_main:
         return TrainingProgress()
-    # A replaced stream, such as one that also writes a log file, may only have `write` and `flush`.
-    return LiveProgress(stream) if hasattr(stream, "isatty") and stream.isatty() else PlainProgress(stream)
+    # A replaced stream, such as one that also writes a log file, may only have `write` and `flush`; and without cursor
+    # movement (`TERM=dumb`) rich draws the bar once, at the end.
+    is_terminal = hasattr(stream, "isatty") and stream.isatty() and Console(file=stream).is_interactive
+    return LiveProgress(stream) if is_terminal else PlainProgress(stream)
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
