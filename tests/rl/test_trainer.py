@@ -139,6 +139,7 @@ def test_checkpoint_size_matches_plan_of_check(straight, policy_dir, prompts_fil
     flags = keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT)
     inspection = PPOInspection(load_config("ppo", flags), plan_launch(None, 1), Console(quiet=True))
     inspection.check_model(lambda line: None)
+    inspection.check_adapter(lambda line: None)
     written = sum(path.stat().st_size for path in (straight / "checkpoint-12").iterdir())
     assert inspection.count_saved()[0] == pytest.approx(written, rel=0.1)
 
