@@ -225,7 +225,7 @@ def test_signal_after_failure_of_peer_is_not_preemption(tmp_path, stop, words):
         (tmp_path / number).mkdir()
         (tmp_path / number / "pid").write_text(pid)
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
-    body = f"from recipes_lib import stopping\nstopping._SECONDS_TO_UNWIND = 0.2\nwith STOP.deferred(): {stop}"
+    body = f"from recipes_lib import stopping\nstopping.SECONDS_TO_UNWIND = 0.2\nwith STOP.deferred(): {stop}"
     command = [sys.executable, "-c", PRELUDE + body]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1

@@ -170,11 +170,9 @@ def _preserving_state() -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         if logging := sys.modules.get("transformers.utils.logging"):
             stack.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(None))
-        null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-        if sys.stdout is None:  # The script was started without it (`>&-`, pythonw).
-            stack.enter_context(redirect_stdout(null))
-        if sys.stderr is None:
-            stack.enter_context(redirect_stderr(null))
+        for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
+            if getattr(sys, name) is None:  # The script was started without it (`>&-`, pythonw).
+                stack.enter_context(redirect(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
         if numpy is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
         if torch is not None:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.corpus_keys import CorpusConfig
+from recipes_lib.data.sources.splits import find_distinct
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import atomic_file, read_record
 
@@ -206,8 +207,7 @@ class HashTable:
         """Return the distinct shingles of one document, sorted."""
         task, row = self._locate(ordinal)
         start, stop = self._shingle_starts[task][row : row + 2]
-        # With counts, numpy 2.4 sorts; without, it hashes, which takes fifty times as long.
-        return np.unique(self._open("shingles", task)[start:stop], return_counts=True)[0]
+        return find_distinct(self._open("shingles", task)[start:stop])
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, ``uint64 (L,)``, and the ordinal of the document of each."""
@@ -292,8 +292,7 @@ def _list_members(labels: Ordinals) -> Ordinals:
         if len(part := labels[start : start + _BLOCK_ROWS])
     ]
     later = np.concatenate([np.zeros(0, np.int64), *others])
-    # With counts, as in `read_shingles`.
-    return np.unique(np.concatenate([later, labels[later]]), return_counts=True)[0]
+    return find_distinct(np.concatenate([later, labels[later]]))
 
 
 def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:

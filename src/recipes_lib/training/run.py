@@ -273,12 +273,13 @@ class Run:
     def _summarise(self) -> dict[str, Any]:
         """Summary of ``metrics.jsonl``, rollbacks, and the model's commit, which is known once it was downloaded."""
         model = self.config.model
-        last_events: dict[Any, Mapping[str, Any]] = {}
-        measured = measure_run(filter(None, read_lines(self.output_dir / METRICS_FILE)), last_events)
+        path = self.output_dir / METRICS_FILE
+        # Both read the file line by line: a run of a million steps has gigabytes of events.
+        last_events = {event.get("kind"): event for event in read_lines(path) if event}
         summary: dict[str, Any] = {
             "stopped_early": last_events.get("stop"),
             "best_model": last_events.get("best"),
-            "measured": measured if self.facts.get("planned") else None,
+            "measured": measure_run(filter(None, read_lines(path))) if self.facts.get("planned") else None,
         }
         # Files that were changed or moved meanwhile must not replace the final status of the run by an error.
         with suppress(DataError):

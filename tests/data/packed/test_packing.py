@@ -22,6 +22,7 @@ from recipes_lib.data.packed.packing import (
     count_targets,
     fit_to_length,
     pack_best_fit,
+    split_blocks,
 )
 from recipes_lib.data.sources.rows import EncodedRow
 
@@ -119,7 +120,7 @@ def test_blocks_cover_examples_in_order_and_are_bounded(case, tokens_at_once):
     examples = examples_of(case[0])
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(packing, "_TOKENS_AT_ONCE", tokens_at_once)
-        blocks = [np.arange(len(examples))[block] for block in examples.iterate_blocks()]
+        blocks = [np.arange(len(examples))[block] for block in split_blocks(examples.lengths)]
         assert count_targets(examples).tolist() == [sum(mask[1:]) for mask in case[0]]
     assert np.concatenate(blocks).tolist() == list(range(len(examples)))
     assert all(examples.lengths[block].sum() < tokens_at_once + examples.lengths.max() for block in blocks)

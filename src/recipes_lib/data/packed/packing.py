@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
 from recipes_lib.data.sources.rows import EncodedRow, RemarkBits, build_bits
-from recipes_lib.data.sources.splits import count_distinct
+from recipes_lib.data.sources.splits import find_distinct
 
 IntArray = npt.NDArray[np.int64]
 
@@ -70,10 +70,6 @@ class Examples:
         loss_mask[_exclusive_sum(lengths)] = False
         tokens &= ~TARGET
         return tokens, loss_mask
-
-    def iterate_blocks(self) -> Iterator[slice]:
-        """Yield the slices of ``split_blocks``."""
-        return split_blocks(self.lengths)
 
     def take(self, indices: npt.NDArray[np.integer]) -> Examples:
         """Return the examples at ``indices``, ``(K,)``, in that order."""
@@ -166,7 +162,7 @@ def count_targets(examples: Examples) -> IntArray:
     # `reduceat` is wrong for empty segments, which do not occur: every example has a token.
     counts = [
         np.add.reduceat(examples.read(block)[1], _exclusive_sum(examples.lengths[block]), dtype=np.int64)
-        for block in examples.iterate_blocks()
+        for block in split_blocks(examples.lengths)
     ]
     return np.concatenate(counts)
 
@@ -195,7 +191,7 @@ def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tupl
     return left, LengthCounts(
         num_overlong=int(too_long.sum()),
         num_without_target=int((~with_target).sum()),
-        num_lost_rows=len(examples) - count_distinct(left.row_ids),
+        num_lost_rows=len(examples) - len(find_distinct(left.row_ids)),
         num_lost_tokens=int(examples.lengths.sum() - left.lengths.sum()),
         num_lost_targets=num_targets - int(left.num_targets.sum()),
         num_targets=num_targets,

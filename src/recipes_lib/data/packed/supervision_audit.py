@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
-from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
+from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length, split_blocks
 from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
 from recipes_lib.data.sources.splits import Digests, FindPlaces, count_duplicates
 from recipes_lib.errors import Problem, raise_problems
@@ -163,7 +163,7 @@ def compute_split_audit(
     # gpt-oss ends a last answer with another token than earlier ones, on which generation must not stop. Therefore, the
     # end tokens of rows in which other turns follow the last targets count only if there are no others.
     terminators: dict[bool, set[int]] = {True: set(), False: set()}
-    for block in examples.iterate_blocks():
+    for block in split_blocks(examples.lengths):
         # (NUM_OF_END, rows with targets), from the last target backwards. Templates can train on a line break after
         # the end token, so the end token need not be the last target.
         input_ids, loss_mask = examples.read(block)

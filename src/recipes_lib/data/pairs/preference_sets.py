@@ -15,7 +15,7 @@ from rich.table import Table
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
-from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
+from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, split_blocks
 from recipes_lib.data.packed.prepared_set import (
     BuiltSet,
     PreparedRows,
@@ -40,7 +40,7 @@ from recipes_lib.data.packed.supervision_audit import (
     summarize_lengths,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
-from recipes_lib.data.sources.splits import compute_digests, count_distinct, count_duplicates
+from recipes_lib.data.sources.splits import compute_digests, count_duplicates, find_distinct
 from recipes_lib.data.store import PreparedSet, Rows
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 
@@ -514,14 +514,14 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
     """
     prompt, chosen, rejected = count_tokens(pairs)
     terminators: set[int] = set()
-    for block in pairs.examples.iterate_blocks():
+    for block in split_blocks(pairs.examples.lengths):
         ends = np.cumsum(pairs.examples.lengths[block]) - 1
         ids, _ = pairs.examples.read(block)
         # An example ends with the rejected answer; the token before that answer is the end of the chosen one.
         terminators.update(ids[ends].tolist(), ids[ends - rejected[block]].tolist())
     return PairAudit(
         num_pairs=len(prompt),
-        num_prompts=count_distinct(pairs.columns["prompt_digests"]),
+        num_prompts=len(find_distinct(pairs.columns["prompt_digests"])),
         num_duplicates=count_duplicates(pairs.digests),
         num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
         num_prompt_tokens=int(prompt.sum()),

@@ -68,13 +68,13 @@ def compute_digests(rows: Iterable[Row]) -> npt.NDArray[np.bytes_]:
 
 def count_duplicates(digests: Digests) -> int:
     """Return the number of rows with the same content as an earlier row."""
-    return len(digests) - count_distinct(digests)
+    return len(digests) - len(find_distinct(digests))
 
 
-def count_distinct(values: npt.NDArray[Any]) -> int:
-    """Return the number of distinct values."""
+def find_distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the distinct values, ascending."""
     # With counts, numpy 2.4 sorts; without, it hashes, which takes many times as long, and the memory of a hash table.
-    return len(np.unique(values, return_counts=True)[0])
+    return np.unique(values, return_counts=True)[0]
 
 
 def split_rows(digests: Digests, test_split_size: float | int, seed: int) -> tuple[IntArray, IntArray]:

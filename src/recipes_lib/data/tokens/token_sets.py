@@ -31,7 +31,7 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source
-from recipes_lib.data.sources.splits import compute_row_digest
+from recipes_lib.data.sources.splits import compute_row_digest, find_distinct
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set, raise_read_failure
 from recipes_lib.data.tokens.shards import TokenWriter, is_whole
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
@@ -242,8 +242,7 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
                 yield draw(compute_row_digest(row))
 
     if size is not None and size >= 1:
-        # With counts, as in `count_distinct`.
-        smallest = np.unique(np.fromiter(draw_all(), np.uint64), return_counts=True)[0][: int(size)].tolist()
+        smallest = find_distinct(np.fromiter(draw_all(), np.uint64))[: int(size)].tolist()
         # One more than the largest held-out draw, because draws below the threshold are held out.
         threshold = max(smallest, default=-1) + 1
     return lambda digest: draw(digest) < threshold

@@ -182,17 +182,15 @@ def read_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measure_run(events: Iterable[Mapping[str, Any]], last: dict[Any, Mapping[str, Any]]) -> dict[str, float]:
+def measure_run(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return ``memory_bytes`` (peak), ``step_seconds`` (median) and the last ``eval_loss``, as far as logged.
 
     Args:
-        events: Events in order; read once, and not kept: a run of a million steps has gigabytes of them.
-        last: Receives the last event of each kind.
+        events: Events in order; read once, and not kept.
     """
     measured, paces = dict[str, float](), list[float]()
     before: tuple[float, float] | None = None
     for event in events:
-        last[event.get("kind")] = event
         if (loss := parse_number(event.get("eval_loss"))) is not None:
             measured["eval_loss"] = loss
         if event.get("kind") != "train":
