@@ -169,6 +169,7 @@ def tell_other_machines(error: BaseException, code: int) -> None:
     if has_other_machines():
         words = (str(error).splitlines() or [""])[0]
         text = f"{code} rank {read_rank()} on {platform.node()} ended: {type(error).__name__}: {words}"
+        text = text.encode(errors="backslashreplace").decode()  # Paths may have bytes that are not UTF-8.
         with suppress(Exception):  # As without torch, or after the end of the launcher of machine 0.
             _open_store().compare_set(_FAILURE_KEY, "", text)  # Only the first.
 
