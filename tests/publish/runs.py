@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from tests.publish.hub_server import Files
 from tests.rows import write_rows
 
+from recipes_lib.files import replace_record
 from recipes_lib.training.checkpoints.manifest import write_complete
 
 
@@ -28,7 +29,8 @@ def make_run(folder: Path, status: str = "running", **keys: object) -> Path:
     record = {"stage": "sft", "status": status, "config": config, "versions": {"torch": "2.13.0"}, "error": "at /a/b"}
     record["command"] = ["sft.py", "--config", "/somewhere/secret/sft.yaml", "--output_dir=/somewhere/secret/run"]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(record))
+    # Replaced, as in training: a publisher may read the file at any time.
+    replace_record(folder / "run.json", record)
     events = [{"kind": "eval", "step": step, "eval_loss": 4 - step / 10} for step in (0, 10, 20, 30)]
     write_rows(folder / "metrics.jsonl", events)
     return folder
@@ -61,7 +63,7 @@ def finish(run: Path) -> Path:
     """Write the final model into the output directory, and set the status to done."""
     write_model(run, -1.0)
     record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(record | {"status": "done"}))
+    replace_record(run / "run.json", record | {"status": "done"})
     return run
 
 
