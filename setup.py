@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithRecipes(build_py):
-    """Copies what a user names by its path into the package, where ``recipes_lib.shipped`` finds it."""
+    """Copies what a user names by its path into the package, where ``recipes_lib.config.paths`` finds it."""
 
     def run(self) -> None:
         """Build, then copy; an editable installation reads the checkout."""

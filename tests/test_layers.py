@@ -15,7 +15,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "quantities", "sandbox", "shipped", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "quantities", "sandbox", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -34,35 +34,34 @@ ROOMS = {
 MAY_IMPORT: Mapping[str, set[str]] = {
     # Leaves.
     "": {"api"},
-    "api": {"boundary", "commands", "config", "errors", "report", "shipped", "stopping", "training"},
+    "api": {"boundary", "commands", "config", "errors", "report", "stopping", "training"},
     "errors": set(),
     "files": {"errors"},
     "environment": {"errors", "processes"},
-    "shipped": {"errors"},
     "hardware": set(),
     "quantities": set(),
     "processes": {"errors", "files"},
     "sandbox": {"errors"},
     "stopping": {"errors", "processes"},
     "losses": set(),
-    "config": {"errors", "shipped"},
+    "config": {"errors"},
     # Packages; data and models do not import each other.
-    "data": {"config", "environment", "errors", "files", "processes", "shipped"},
-    "models": {"config", "environment", "errors", "files", "losses", "shipped"},
+    "data": {"config", "environment", "errors", "files", "processes"},
+    "models": {"config", "environment", "errors", "files", "losses"},
     "planning": {"config", "errors", "losses", "models", "quantities"},
     "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "evaluation", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "environment", "errors", "files", "processes", "quantities", "report"},
-    "pipelines": {"config", "data", "errors", "files", "shipped"},
+    "pipelines": {"config", "data", "errors", "files"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox", "stopping"},
     "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {
         *("config", "environment", "errors", "files", "models", "planning", "processes", "quantities", "report"),
         "training",
     },
-    "demo": {"config", "errors", "files", "models", "pipelines", "report", "shipped"},
-    "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
+    "demo": {"config", "errors", "files", "models", "pipelines", "report"},
+    "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "training"},
     # Commands may import every package.
     "boundary": {"config", "errors", "processes", "stopping"},
     "cli": {"", "boundary", "errors"},
@@ -84,8 +83,8 @@ FENCES: Mapping[str, tuple[str, ...]] = {
 """Third-party package -> path prefixes in the library that may import it."""
 
 FREE_OF_TORCH = (
-    *("__init__.py", "api.py", "boundary.py", "cli.py", "environment.py", "errors.py", "processes.py", "shipped.py"),
-    *("stopping.py", "config/"),
+    *("__init__.py", "api.py", "boundary.py", "cli.py", "environment.py", "errors.py", "processes.py", "stopping.py"),
+    "config/",
 )
 """Modules that ``--help`` and configuration errors import, which must not import torch."""
 SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "datasets", "evaluate"}

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.boundary import hide_expected_warnings
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import find_recipe
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.shipped import find_recipe
 from recipes_lib.stopping import STOP
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.config.table import load_table
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import INVALID, Reader, plain_value, read_entries
 from recipes_lib.errors import Problem
 
@@ -135,3 +136,12 @@ def test_duplicate_key_is_refused_at_every_level(text: str) -> None:
 def test_plain_value_keeps_quoted_scalars_as_text() -> None:
     (entry,) = read_entries("a: {b: '1', c: 1, d: yes, e: 1e-3, f: [x, ~]}", "f.yaml", [])
     assert plain_value(entry.node) == {"b": "1", "c": 1, "d": True, "e": 1e-3, "f": ["x", None]}
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_activation_checkpointing_accepts_bool_auto_and_null(recipes, problems_of, recipe) -> None:
+    for written, expected in {"true": True, "false": False, "null": None, "auto": "auto"}.items():
+        flags = ["--config", str(recipes[recipe]), f"--activation_checkpointing={written}"]
+        assert load_config(recipe, flags).training["activation_checkpointing"] == expected
+    (problem,) = problems_of("activation_checkpointing: often\n", recipe=recipe)
+    assert problem.remedy == "write true or false or one of auto or null"

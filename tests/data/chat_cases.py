@@ -13,8 +13,8 @@ import pytest
 from tests.data.templates.tokenizers import build_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE
 from recipes_lib.config.schema import LossOn
+from recipes_lib.config.tokenization import TEMPLATE_DATE
 from recipes_lib.data import windows
 from recipes_lib.data.chat import encoder
 from recipes_lib.data.chat.encoder import RowEncoder

@@ -1,4 +1,4 @@
-"""Pairwise and grading judges: parsing, order, win rate, and use as reward functions."""
+"""Pairwise and grading judges: parsing, order, win rate, prompt files, and use as reward functions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from recipes_lib.evaluation.judges import (
     compute_win_rate,
     judge_grade,
     judge_preference,
+    load_prompt_file,
     load_reward_judge,
     parse_grade,
     parse_verdict,
+    render_prompt,
 )
-from recipes_lib.evaluation.prompt_files import load_prompt_file
 from recipes_lib.rl.rewards import load_reward_functions
 
+FIELDS = {"user": str, "scale": list}
 QUESTION = Question("q", "c", [], ["How?"])
 VERDICTS = load_prompt_file(PROMPTS / "pairwise.yaml", {"system": str, "user": str, "verdicts": dict})["verdicts"]
 
@@ -236,3 +238,42 @@ def test_reward_model_without_chat_template_scores_single_turns(tiny_model_dir: 
     assert as_text != pytest.approx(as_chat)
     with pytest.raises(ConfigError, match="has no chat template"):
         judge.grade([QUESTION._replace(turns=["How?", "Why?"])], [["a b", "a"]], [0])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("user: [", "while parsing a flow node, expected the node content"),
+        ("- a", "not a mapping"),
+        ("", "not a mapping"),
+        ("user: 2026-13-45", "is not plain YAML"),
+        ("user: x\nusr: y", "unknown field `usr`"),
+        ("user: 3", "`user` is a int"),
+    ],
+)
+def test_invalid_prompt_file_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    path = tmp_path / "a prompt.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=found) as caught:
+        load_prompt_file(path, FIELDS)
+    assert caught.value.problems[0].where.startswith(str(path))
+
+
+def test_missing_prompt_fields_are_none(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("user: é")
+    assert load_prompt_file(tmp_path / "p.yaml", FIELDS) == {"user": "é", "scale": None}
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_prompt_file(tmp_path / "absent.yaml", FIELDS)
+
+
+def test_prompt_values_are_not_rendered_as_templates() -> None:
+    assert render_prompt("say {{ it }}", "w", {"it": "{{ 7 * 7 }} {% raise %}"}) == "say {{ 7 * 7 }} {% raise %}"
+    for template in (
+        "{{ absent }}",
+        "{{ it",
+        "{{ it + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ it.__class__.__mro__[1].__subclasses__() }}",
+    ):
+        with pytest.raises(ConfigError, match="its template fails"):
+            render_prompt(template, "w", {"it": "x"})

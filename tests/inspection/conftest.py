@@ -13,11 +13,11 @@ from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import Problem
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import MemoryPlan
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 

@@ -14,11 +14,11 @@ from recipes_lib.commands.generated.synthesize import check as check_synthesis
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import choose_recipe, drop_flags, load_for_command
 from recipes_lib.config.migration.migrate import migrate
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
 from recipes_lib.quantities import pluralize
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline, plan_launch
 
 

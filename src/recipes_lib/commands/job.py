@@ -23,12 +23,12 @@ from recipes_lib import errors
 from recipes_lib.commands.launch import PORT, find_recipe_name
 from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags, find_problems
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.config.table import RECIPE_NAMES, read_lists
 from recipes_lib.errors import EXIT_DIVERGED, EXIT_PREEMPTED, EXIT_STALLED, EXIT_USER, STATUSES, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.pipelines.runner import find_done
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch
 

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 from recipes_lib import errors
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import choose_recipe, load_config
+from recipes_lib.config.paths import RECIPES, find_launch_file, find_shipped
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.errors import STATUSES, ConfigError, Problem
 from recipes_lib.quantities import pluralize
-from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.stopping import STOP_SIGNALS
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (

@@ -15,12 +15,11 @@ from packaging.version import VERSION_PATTERN, Version
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import check_text
-from recipes_lib.config.paths import REFERENCES
+from recipes_lib.config.paths import RECIPES, REFERENCES, find_shipped
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import explain_refusal_of_hub, read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
 from recipes_lib.files import Fields, explain_write_errors, read_record
-from recipes_lib.shipped import RECIPES, find_shipped
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
 """Prefixes of keys about paths and publishing, which are not restored."""

@@ -21,6 +21,7 @@ from recipes_lib.config.command_flags import FLAGS, CommandParser, add_flags
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import RECIPES, find_launch_file, find_shipped
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, MissingPath, Problem, UserError, suggest, verify_extra
@@ -31,7 +32,6 @@ from recipes_lib.pipelines.runner import STATE_FILE, list_figures, read_state, r
 from recipes_lib.processes import count_cores
 from recipes_lib.quantities import format_duration, pluralize
 from recipes_lib.report.overview import find_stage_status, format_rows, write_overview
-from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch, read_environment
 

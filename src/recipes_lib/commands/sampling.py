@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from recipes_lib.config.command_flags import CommandParser
 from recipes_lib.config.loader import load_for_command
+from recipes_lib.config.paths import is_local
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.settings import is_local
 from recipes_lib.config.values import split_import_path
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import explain_write_errors, fsync, hash_file, name_record, read_record, replace_record, try_lock

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
 from recipes_lib.config.loader import CommandConfig
-from recipes_lib.config.settings import Settings
+from recipes_lib.config.values import Settings
 from recipes_lib.errors import Problem
 
 Mode = Literal["off", "annotate", "apply"]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes_lib.config.loader import CommandConfig
-from recipes_lib.config.settings import Settings, is_local
+from recipes_lib.config.paths import is_local
+from recipes_lib.config.values import Settings
 from recipes_lib.errors import Problem
 
 

@@ -17,17 +17,17 @@ from typing import Any, ClassVar, Final, Literal, NoReturn, Self
 
 import yaml
 
-from recipes_lib.config.paths import PATH_KEYS, expand_home
+from recipes_lib.config.paths import PATH_KEYS, expand_home, find_shipped
 from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMAND_RULES, DECISIONS, RULES, check_given, is_overruled
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
-from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table, read_lists
 from recipes_lib.config.values import (
     INVALID,
     SECRET_REMEDY,
     Entry,
     Reader,
+    Settings,
     compose,
     has_secret_shape,
     is_secret_key,
@@ -36,7 +36,6 @@ from recipes_lib.config.values import (
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, merge_alike, suggest
-from recipes_lib.shipped import find_shipped
 
 _ARGUMENTS: Final = "--config FILE [--key value ...]"
 _HELP_WIDTH: Final = 100

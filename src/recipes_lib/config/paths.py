@@ -1,18 +1,26 @@
-"""Validation of paths and Hub ids: a path must exist; anything else must have the form of a Hub id."""
+"""Paths of the user and the package, and Hub ids.
+
+A path must exist, and anything else must have the form of a Hub id. Recipes, configurations, pipelines and launch files
+are located in the working directory, else in the package.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
-from recipes_lib.config.settings import Settings, is_local
+from recipes_lib.config.values import Settings
 from recipes_lib.errors import ConfigError, MissingPath, Problem, suggest
-from recipes_lib.shipped import find_shipped
 
+LAUNCH_FILES: Final = Path("accelerate_configs")
+RECIPES: Final = Path("recipes")
+_IN_WHEEL: Final = Path(__file__).parents[1] / "share"
+"""Copy of both folders in a wheel (see setup.py); an editable installation uses the checkout instead."""
+_ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[3]
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """Form of the name of a model or dataset of the Hub."""
 _FILE_SUFFIXES = (
@@ -35,6 +43,47 @@ NO_VARIABLES = "variables are not expanded in a file: write the value, or pass i
 _OUTPUTS = ("output_dir", "prepared_dir")
 PATH_KEYS: Final = (*REFERENCES, *_EXISTING, "dataset_test_split", *_OUTPUTS)
 """Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
+
+
+def find_shipped(path: Path) -> Path:
+    """Return ``path`` if it exists, else the package's file of that name, else ``path``.
+
+    Args:
+        path: Path from the user, such as ``recipes/configs/llama3-8b/sft.yaml``.
+    """
+    is_ours = path.parts[:1] in ((RECIPES.name,), (LAUNCH_FILES.name,))
+    return _ROOT / path if is_ours and not path.exists() and (_ROOT / path).exists() else path
+
+
+def find_recipe(recipe: str) -> Path:
+    """Return the absolute path of a recipe's script."""
+    return find_shipped(RECIPES / f"{recipe}.py").resolve()
+
+
+def find_launch_file(name: str) -> Path:
+    """Return the path of a launch file.
+
+    Args:
+        name: A path that ends with ``.yaml``, ``.yml`` or ``.json``, or the stem of a file in ``accelerate_configs/``.
+
+    Raises:
+        ConfigError: The file does not exist; the message lists the available ones.
+    """
+    path = find_shipped(Path(name) if name.endswith((".yaml", ".yml", ".json")) else LAUNCH_FILES / f"{name}.yaml")
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in find_shipped(LAUNCH_FILES).glob("*.yaml")))
+        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", f"write one of {names}, or a path"))
+    return path
+
+
+def is_local(reference: Any) -> bool:
+    """Return whether a model or dataset reference is an existing file or folder."""
+    if not isinstance(reference, str) or not reference:
+        return False
+    try:
+        return Path(reference).exists()
+    except (OSError, ValueError):  # A name that is too long, or has a null byte (ValueError on Python 3.11).
+        return False
 
 
 def expand_home(text: str) -> str:

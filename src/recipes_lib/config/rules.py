@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.paths import check_folders, check_paths
+from recipes_lib.config.paths import check_folders, check_paths, is_local
 from recipes_lib.config.schema import AdapterConfig, QuantizationConfig
-from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.config.table import describe, load_table, read_lists
+from recipes_lib.config.values import Settings
 from recipes_lib.errors import Problem, suggest
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

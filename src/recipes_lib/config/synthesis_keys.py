@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from recipes_lib.config.loader import CommandConfig
 from recipes_lib.config.paths import check_exists, looks_local
-from recipes_lib.config.settings import Settings
+from recipes_lib.config.values import Settings
 from recipes_lib.errors import Problem
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.config.recipes import read_renames
-from recipes_lib.config.table import Schema, describe, read_lists
+from recipes_lib.config.table import KeyTable, Schema, describe, read_lists
 from recipes_lib.errors import ConfigError, MissingPath, Problem, escape_controls, suggest
 
 _MAX_DEPTH = 12
@@ -423,6 +423,49 @@ def _explain(text: str, schema: Schema) -> str:
     if "object" in schema["type"] and text.startswith("{"):
         return "delete the quotes around the mapping"
     return f"write {describe(schema)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """User values and defaults of a run, before ``rules.DECISIONS`` are applied.
+
+    Attributes:
+        table: Keys of the recipe.
+        name: File name, or ``command line``; the location of missing keys.
+        given: Key -> user entry, valid or not; a flag replaces the line that it overrides.
+        values: Key -> valid user value.
+    """
+
+    table: KeyTable
+    name: str
+    given: Mapping[str, Entry]
+    values: Mapping[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the user value or the default of a key; ``None`` for a key that the recipe does not have."""
+        if key in self.values:
+            return self.values[key]
+        return self.table.keys[key].default if key in self.table.keys else None
+
+    def gives(self, key: str) -> bool:
+        """Return whether the user set ``key`` to a valid value other than null."""
+        return self.values.get(key) is not None
+
+    def changes(self, key: str) -> bool:
+        """Return whether the user set ``key`` to a valid value other than null and the default."""
+        return self.gives(key) and self.values[key] != self.table.keys[key].default
+
+    def broken(self, key: str) -> bool:
+        """Return whether the user set ``key`` to an invalid value."""
+        return key in self.given and key not in self.values
+
+    def where(self, key: str) -> str:
+        """Return the location of ``key`` in the file or flags; the file name if it is missing."""
+        return self.given[key].where if key in self.given else self.name
+
+    def problem(self, key: str, found: str, remedy: str) -> Problem:
+        """Return a problem at the location of ``key``."""
+        return Problem(self.where(key), found, remedy)
 
 
 _KEY = re.compile(r"(^|_)(token|api_?key|apikey|password|passwd|secret|credentials?|access_key)$", re.IGNORECASE)

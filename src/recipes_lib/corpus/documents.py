@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.chat_messages import REASONING_KEYS
 from recipes_lib.config.corpus_keys import Mode
+from recipes_lib.config.tokenization import REASONING_KEYS
 from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import atomic_file, count_bytes

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
-from recipes_lib.config.token_ids import count_before_end, find_end_tokens
+from recipes_lib.config.tokenization import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder, map_chunks, read_seed, verify_unchanged
 from recipes_lib.data.packed.packing import IntArray
 from recipes_lib.data.packed.prepared_set import SetIdentity, add_findings, build_lists, identify_set

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.config.token_ids import find_prefix
+from recipes_lib.config.tokenization import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import THINKS, Chat, Reply
 from recipes_lib.files import hash_file

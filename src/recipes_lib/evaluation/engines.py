@@ -33,7 +33,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.config.token_ids import find_prefix
+from recipes_lib.config.tokenization import find_prefix
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, verify_extra
 from recipes_lib.evaluation.endpoint import (
     QUIET_SECONDS,

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.config.paths import names_path
+from recipes_lib.config.paths import is_local, names_path
 from recipes_lib.config.schema import DatasetFormat, ModelConfig, RecipeConfig
-from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries, load_train_data
 from recipes_lib.data.sources.rows import Entry, Row

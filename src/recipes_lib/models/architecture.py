@@ -27,7 +27,7 @@ from transformers import (
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.config.token_ids import count_ids
+from recipes_lib.config.tokenization import count_ids
 from recipes_lib.errors import ConfigError, Problem, read_last_line, suggest
 from recipes_lib.models.loading import SPECIAL_TOKENS, describe_ids_beyond, load_causal_lm, load_model_config
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class

@@ -38,6 +38,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
+from recipes_lib.config.paths import find_shipped
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, RecipeConfig, TokensConfig
 from recipes_lib.environment import explain_refusal_of_hub, go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, explain_refusal, iterate_causes, list_first
@@ -51,7 +52,6 @@ from recipes_lib.models.quantization import (
     keep_differentiable,
 )
 from recipes_lib.models.structure import find_dropped_modules, freeze_outside_text, verify_causal, verify_settings
-from recipes_lib.shipped import find_shipped
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.config.command_flags import COMPARISONS, REQUIREMENT
-from recipes_lib.config.paths import NO_VARIABLES, VARIABLE, expand_home
+from recipes_lib.config.paths import NO_VARIABLES, VARIABLE, expand_home, find_launch_file, find_recipe, find_shipped
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, read_lists
 from recipes_lib.config.values import SECRET_REMEDY, has_secret_shape, read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
-from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 _KINDS: Final = ("recipe", "command", "run")
 _KEYS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = read_lists(Path(__file__).with_name("keys.yaml"))

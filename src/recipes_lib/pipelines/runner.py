@@ -17,8 +17,7 @@ from typing import Any, Final
 import yaml
 
 from recipes_lib.config.command_flags import holds
-from recipes_lib.config.paths import expand_home
-from recipes_lib.config.settings import is_local
+from recipes_lib.config.paths import expand_home, find_shipped, is_local
 from recipes_lib.config.values import read_yaml
 from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.errors import (
@@ -43,7 +42,6 @@ from recipes_lib.files import (
 )
 from recipes_lib.pipelines.children import Children
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
-from recipes_lib.shipped import find_shipped
 
 STATE_FILE: Final = "pipeline.json"
 _DATA_KEYS: Final = (

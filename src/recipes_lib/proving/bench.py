@@ -20,11 +20,11 @@ from typing import Any, Final, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
+from recipes_lib.config.paths import find_recipe
 from recipes_lib.config.table import read_lists
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.files import replace_text
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
-from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.integrations.liger import apply_liger_kernel
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.environment import read_versions
 from recipes_lib.files import atomic_folder, read_record, replace_text
@@ -36,7 +37,6 @@ from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import RUNS, Bench, Event, Figures, WrongResultError, name_device
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.checkpoints.saver import HostCopy, iterate_tensors
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.optim.compilation import compile_layers, preserve_architecture

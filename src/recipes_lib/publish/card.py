@@ -15,8 +15,7 @@ from typing import Any, Final
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, Template
 
-from recipes_lib.config.paths import looks_local
-from recipes_lib.config.settings import is_local
+from recipes_lib.config.paths import is_local, looks_local
 from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.quantities import pluralize

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from recipes_lib.config.token_ids import count_before_end, find_end_tokens
+from recipes_lib.config.tokenization import count_before_end, find_end_tokens
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.report.charts import COLOURS, STYLE, Chart, render, save_figure

@@ -20,9 +20,9 @@ from typing import Any, Final, TextIO
 import torch
 from torch._C import _error_if_any_worker_fails
 
+from recipes_lib.config.paths import is_local
 from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.config.settings import is_local
 from recipes_lib.config.table import load_table
 from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
 from recipes_lib.data.store import compute_key

@@ -33,8 +33,8 @@ from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 from tokenizers import pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE
 from recipes_lib.config.schema import LossOn
+from recipes_lib.config.tokenization import TEMPLATE_DATE
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.data.sources.rows import RawRow, Remark, Row

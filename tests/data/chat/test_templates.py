@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.data.chat_cases import FixedClock, answer, user
 from transformers.utils import chat_template_utils
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE
+from recipes_lib.config.tokenization import TEMPLATE_DATE
 from recipes_lib.data.chat.templates import ChatTemplate, Rendered, Span, TemplateError
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")}

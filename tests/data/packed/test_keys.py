@@ -127,7 +127,7 @@ def test_code_change_changes_key(build_config, monkeypatch, tmp_path):
     monkeypatch.setattr(encoding, "__file__", str(room / "packed" / "encoding.py"))
     assert key_of(build_config()) == before
     of_data = ("chat/encoder", "chat/templates", "sources/formats", "packed/packing", "sources/splits")
-    for module in (*of_data, "../config/chat_messages", "../config/token_ids"):
+    for module in (*of_data, "../config/tokenization"):
         source = (room / f"{module}.py").read_text()
         (room / f"{module}.py").write_text(source + "#")
         assert key_of(build_config()) != before, module

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.planning.activations import MODES, list_keys
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout, choose_checkpointing, plan_run
 

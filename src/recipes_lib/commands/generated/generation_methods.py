@@ -25,7 +25,7 @@ from recipes_lib.data.sources.messages import RowError, check_text
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems
 from recipes_lib.evaluation.endpoint import Chat, Message, split_reasoning
 from recipes_lib.evaluation.judge_questions import Question, read_question
-from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
+from recipes_lib.evaluation.judges import load_prompt_file, render_prompt
 
 METHODS: Final = Path(__file__).with_name("methods")
 READS: Final = ("seeds", "prompts", "documents")

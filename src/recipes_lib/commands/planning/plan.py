@@ -22,6 +22,7 @@ import numpy as np
 from recipes_lib.commands.planning import plan_search
 from recipes_lib.commands.planning.plan_search import PlannedRun
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row, calibrate, print_rows, read_proof
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
@@ -41,7 +42,6 @@ from recipes_lib.planning.schedule import (
 )
 from recipes_lib.planning.timing import estimate_on_policy, list_costs, list_readers
 from recipes_lib.quantities import format_figure, pluralize
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch, read_launch_file
 from recipes_lib.training.layouts.memory_layout import build_layout

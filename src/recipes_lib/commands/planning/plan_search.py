@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.planned_hardware import UNLABELLED, Hardware, Row
 from recipes_lib.config.loader import drop_flags, load_config
+from recipes_lib.config.paths import find_launch_file
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, replace_text
@@ -34,7 +35,6 @@ from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, Iteration, estimate_i
 from recipes_lib.quantities import format_figure, pluralize
 from recipes_lib.report.overview import format_rows
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
-from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     SCHEDULES,

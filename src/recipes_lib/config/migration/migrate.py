@@ -24,9 +24,17 @@ from recipes_lib.config.migration.legacy_files import (
 )
 from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, DECISIONS, is_overruled
-from recipes_lib.config.settings import Settings
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
+from recipes_lib.config.values import (
+    INVALID,
+    Entry,
+    Reader,
+    Settings,
+    is_secret_key,
+    plain_value,
+    read_entries,
+    read_text,
+)
 from recipes_lib.errors import ConfigError, Problem
 
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}

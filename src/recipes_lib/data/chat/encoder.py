@@ -21,9 +21,8 @@ from tokenizers import Encoding
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE
 from recipes_lib.config.schema import LossOn
-from recipes_lib.config.token_ids import count_ids, find_prefix
+from recipes_lib.config.tokenization import TEMPLATE_DATE, count_ids, find_prefix
 from recipes_lib.data.chat.spans import SpanFinder, refuse_inner_ends
 from recipes_lib.data.chat.templates import ChatTemplate, TemplateError
 from recipes_lib.data.sources.rows import EncodedRow, Remark, Row, add_system_prompt

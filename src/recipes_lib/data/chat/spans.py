@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from recipes_lib.config.chat_messages import REASONING_KEYS
+from recipes_lib.config.tokenization import REASONING_KEYS
 from recipes_lib.data.chat.templates import NOBODY, ChatTemplate, Rendered, Span, TemplateError
 from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.data.sources.rows import Message, Remark, Row

@@ -19,7 +19,7 @@ from jinja2 import Environment, Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
+from recipes_lib.config.tokenization import TEMPLATE_DATE, normalise_message
 from recipes_lib.data.sources.rows import Message
 
 NOBODY: Final = -1

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
+from recipes_lib.config.paths import find_shipped
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, concatenate_examples
 from recipes_lib.data.sources.mixtures import Mixture
@@ -34,7 +35,6 @@ from recipes_lib.data.workers import map_in_order
 from recipes_lib.environment import explain_refusal_of_hub
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems
 from recipes_lib.files import hash_file, read_text
-from recipes_lib.shipped import find_shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -332,8 +332,8 @@ TOKENIZER_FILES: Final = (
 _TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
 """Patterns of files that can determine the class of a tokenizer."""
 
-_CONFIG_MODULES: Final = ("chat_messages.py", "token_ids.py")
-"""Modules of ``config`` that determine the messages which templates get, and token ids."""
+_TOKENIZATION: Final = ("tokenization.py",)
+"""Module of ``config`` that determines the messages which templates get, and token ids."""
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
 """Packages whose version can change token ids."""
 _NOT_IN_KEY: Final = {
@@ -361,7 +361,7 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "tokenizer": hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
-        "code": hash_files(room, ("**/*.py",)) | hash_files(room.with_name("config"), _CONFIG_MODULES),
+        "code": hash_files(room, ("**/*.py",)) | hash_files(room.with_name("config"), _TOKENIZATION),
         "versions": {package: version(package) for package in _PACKAGES},
     }
 

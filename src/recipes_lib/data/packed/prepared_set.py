@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.table import Column, Table
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.token_ids import find_end_tokens
+from recipes_lib.config.tokenization import find_end_tokens
 from recipes_lib.data.packed.encoding import (
     ROWS_PER_CHUNK,
     Encode,

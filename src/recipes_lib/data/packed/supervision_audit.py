@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.config.token_ids import NUM_OF_END
+from recipes_lib.config.tokenization import NUM_OF_END
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length, split_blocks
 from recipes_lib.data.sources.rows import Remark, RemarkBits, find_remarked
 from recipes_lib.data.sources.splits import Digests, FindPlaces, count_duplicates

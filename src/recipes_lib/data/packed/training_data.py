@@ -17,7 +17,7 @@ from datasets.iterable_dataset import ExamplesIterable
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.token_ids import find_end_tokens
+from recipes_lib.config.tokenization import find_end_tokens
 from recipes_lib.data.packed.encoding import ROWS_PER_CHUNK, build_encoder, encode_chunk, read_seed, split_chunks
 from recipes_lib.data.packed.packing import Examples, LengthCounts
 from recipes_lib.data.packed.prepared_set import PreparedRows, add_eval_sets, open_set, prepare

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.token_ids import count_before_end, find_end_tokens
+from recipes_lib.config.tokenization import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, split_blocks
 from recipes_lib.data.packed.prepared_set import (

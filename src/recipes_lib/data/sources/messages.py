@@ -10,7 +10,7 @@ from itertools import cycle, takewhile
 from types import NoneType, UnionType
 from typing import Any, Final, TypeGuard, TypeVar
 
-from recipes_lib.config.chat_messages import REASONING_KEYS
+from recipes_lib.config.tokenization import REASONING_KEYS
 from recipes_lib.data.sources.rows import Message
 
 FUNCTION_CALL: Final = "function_call"

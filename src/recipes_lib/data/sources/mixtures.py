@@ -13,9 +13,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.config.paths import expand_home, names_path
+from recipes_lib.config.paths import expand_home, is_local, names_path
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
-from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.rows import BrokenRows, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collect_problems, raise_problems

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.config.chat_messages import REASONING_KEYS
+from recipes_lib.config.tokenization import REASONING_KEYS
 from recipes_lib.data.sources.messages import CALLS_AS_TEXT
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
-from recipes_lib.config.token_ids import count_ids
+from recipes_lib.config.tokenization import count_ids
 from recipes_lib.data.packed.encoding import (
     collect_inputs,
     encode_chunk,

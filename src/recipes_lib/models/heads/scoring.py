@@ -19,9 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
 
-from recipes_lib.config.chat_messages import TEMPLATE_DATE, normalise_message
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.config.token_ids import find_end_tokens, find_prefix
+from recipes_lib.config.tokenization import TEMPLATE_DATE, find_end_tokens, find_prefix, normalise_message
 from recipes_lib.errors import ConfigError, DataError, DivergedError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.adapters.lora import load_adapter

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from recipes_lib.config.paths import LAUNCH_FILES
 from recipes_lib.config.values import read_yaml
 from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.quantities import pluralize
-from recipes_lib.shipped import LAUNCH_FILES
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
 """World size and engine that ``recipes launch`` expects of the processes it starts."""

@@ -1,12 +1,26 @@
-"""Token ids of a tokenizer: the vocabulary size that embeddings need, tokens before a text, and ends of an answer."""
+"""Messages as chat templates get them; token ids: vocabulary size, tokens before a text, ends of answers."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
+"""Date of ``strftime_now`` in templates: fixed, so that prepared sets, resumed runs and scores are those of any day."""
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may have its reasoning, in order of precedence."""
 NUM_OF_END: Final = 3
 """Number of last tokens searched for the end token of an answer: a chat template may add a line break after it."""
+
+
+def normalise_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message, normalised as by ``apply_chat_template``: no null keys, reasoning under all names."""
+    if len(message) == 2 and message.get("content") is not None:
+        return dict(message)  # Most messages have only a role and a content.
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 class Vocabulary(Protocol):

@@ -1,4 +1,4 @@
-"""Number of token ids, tokens before a text, end tokens, and tokens before the end of an answer."""
+"""Normalised messages; number of token ids, tokens before a text, end tokens, and tokens before the end of answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes_lib.config.token_ids import count_before_end, count_ids, find_end_tokens, find_prefix
+from recipes_lib.config.tokenization import count_before_end, count_ids, find_end_tokens, find_prefix, normalise_message
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([], 0), ([0, 1, 2], 3), ([7, 0, 2], 8)])
@@ -51,3 +51,21 @@ def test_prefix_is_what_comes_before_the_text(bare: list[int], whole: list[int],
 )
 def test_count_before_end_excludes_end_token_and_padding(answer: list[int], before: int) -> None:
     assert count_before_end(np.array(answer), {7, 9}) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": "Hi"}, {}),
+        ({"role": "assistant", "content": None}, {"content": None}),
+        ({"role": "user", "content": "Hi", "name": None}, {"name": None}),
+        ({"role": "assistant", "content": "3", "reasoning": "c"}, {"thinking": "c", "reasoning_content": "c"}),
+        ({"role": "assistant", "content": "3", "thinking": "a", "reasoning_content": "b"}, {}),
+        ({"role": "assistant", "content": "3", "thinking": None, "reasoning_content": "b"}, {"thinking": "b"}),
+    ],
+)
+def test_message_is_normalised(message, expected):
+    before = dict(message)
+    changed = {key: value for key, value in {**message, **expected}.items() if value is not None}
+    assert normalise_message(message) == changed
+    assert message == before
