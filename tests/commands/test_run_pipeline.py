@@ -258,26 +258,32 @@ def test_plan_names_the_stages_that_do_not_fit(tmp_path: Path, recipes) -> None:
     assert "does not fit H100: sft: " in recipes("run", large, "--plan", "--gpu", "H100")
 
 
-def test_plan_hours_of_rl_match_recipes_plan(tmp_path: Path, recipes) -> None:
-    """The cost equals that of `recipes plan` for the recipe alone."""
+def test_plan_costs_match_recipes_plan(tmp_path: Path, recipes) -> None:
+    """The cost of a stage that samples equals that of `recipes plan` for the recipe alone."""
     (tmp_path / "rows.jsonl").touch()
     shape = tmp_path / "shape"
     LlamaConfig(**SHAPE).save_pretrained(shape)
-    keys = {
-        "model_name_or_path": str(shape), "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 200,
-        "response_length": 64, "num_generations": 4, "reward_funcs": "math:sqrt",
-    }  # fmt: skip
+    keys = {"model_name_or_path": str(shape), "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 200}
+    grpo = {**keys, "response_length": 64, "num_generations": 4, "reward_funcs": "math:sqrt"}
+    on_policy = {"teacher_model_name_or_path": str(shape), "lmbda": 0.5, "max_length": 128, "response_length": 64}
+    stages = {
+        "grpo": {"recipe": "grpo", "set": grpo},
+        "longer": {"recipe": "grpo", "set": {**grpo, "max_steps": 400}},
+        "served": {"recipe": "grpo", "set": {**grpo, "use_vllm": True, "vllm_mode": "server"}},
+        "distill": {"recipe": "distill", "set": keys | on_policy},
+    }
     path = tmp_path / "p.yaml"
-    stages = {"grpo": {"recipe": "grpo", "set": keys}, "longer": {"recipe": "grpo", "set": {**keys, "max_steps": 400}}}
     path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
-    _, grpo, longer, *_ = plan_stages(path, "H100", None, 1e6)
-    cost, double = (float(line.split()[-1].replace(",", "")) for line in (grpo, longer))
-    assert double == pytest.approx(2 * cost, rel=1e-3)
-    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
-    total_cost = re.search(r"cost +([\d,.]+),", recipes("plan", "--recipe", "grpo", *shared, *flags))
-    assert total_cost is not None
-    assert cost == pytest.approx(float(total_cost[1].replace(",", "")), rel=1e-3)
+    lines = plan_stages(path, "H100", None, 1e9)[1 : 1 + len(stages)]
+    costs = {line.split()[0]: float(line.split()[-1].replace(",", "")) for line in lines}
+    assert costs.keys() == stages.keys()
+    assert costs["longer"] == pytest.approx(2 * costs["grpo"], rel=1e-3)
+    shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e9", "--output_dir", "out"]
+    for name, stage in stages.items():
+        flags = [word for key, value in stage["set"].items() for word in (f"--{key}", str(value))]
+        planned = re.search(r"cost +([\d,.]+)[, ]", recipes("plan", "--recipe", stage["recipe"], *shared, *flags))
+        assert planned is not None
+        assert costs[name] == pytest.approx(float(planned[1].replace(",", "")), rel=1e-3), name
 
 
 @pytest.mark.parametrize(

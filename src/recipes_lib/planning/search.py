@@ -15,7 +15,7 @@ from recipes_lib.planning.compute import compute_hours, compute_model_size, coun
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import MARGIN, Layout, MemoryPlan
-from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, estimate_on_policy, list_costs
+from recipes_lib.planning.timing import GPUS_OF_A_MACHINE, list_costs
 
 HOST_MEMORY: Final = 2e12
 """Bytes of host memory of a machine: those of AWS p5 and DGX H100; layouts that offload more are no candidates."""
@@ -99,10 +99,7 @@ def search(
                     changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, device.flops, share)
-                    costs = list_costs(changed, model_config, size, layout, device, seconds)
-                    if share_sampled := config.distillation.lmbda:
-                        sampled = estimate_on_policy(changed, model_config, device, share)
-                        costs["sampling"] = share_sampled * sampled.seconds
+                    costs = list_costs(changed, model_config, size, layout, device, seconds, share)
                     is_tight = plan.peak > (1 - MARGIN) * device.memory
                     found.append(Candidate(layout, keys, plan, plan.peak <= device.memory, costs, is_tight))
             if all(plan.peak > device.memory for plan in plans):

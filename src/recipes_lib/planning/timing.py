@@ -136,13 +136,16 @@ def list_costs(
     layout: Layout,
     device: Device,
     seconds: float,
+    mfu: float,
 ) -> dict[str, float]:
-    """Return the seconds of an optimizer step by cause, from the ``seconds`` of its matrix products.
+    """Return the seconds of an optimizer step by cause, from the ``seconds`` of its matrix products at ``mfu``.
 
-    Traffic of weights and gradients overlaps with compute; traffic within layers does not.
+    Traffic of weights and gradients overlaps with compute; traffic within layers does not. Answers of on-policy
+    distillation are sampled in the share ``lmbda`` of the steps.
     """
     sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
     bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
+    share = config.distillation.lmbda
     return {
         "compute": seconds,
         "bubble": bubble,
@@ -151,6 +154,7 @@ def list_costs(
         "stage traffic": sent.stages,
         "host traffic": sent.host,
         "host update": sent.update,
+        "sampling": share and share * estimate_on_policy(config, model_config, device, mfu).seconds,
     }
 
 

@@ -200,7 +200,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
 def _list_costs(run: PlannedRun, layout: Layout, hardware: Hardware, seconds: float) -> tuple[float, str]:
     """Return the seconds of a step, and the terms of its formula besides the ``seconds`` of its matrix products."""
     size = compute.compute_model_size(run.model_config).total
-    costs = list_costs(run.config, run.model_config, size, layout, hardware.device, seconds)
+    costs = list_costs(run.config, run.model_config, size, layout, hardware.device, seconds, hardware.mfu)
     terms = [f" + {cost:.2g} s {name}" for name, cost in costs.items() if cost and name != "compute"]
     return sum(costs.values()), "".join(terms)
 
@@ -260,14 +260,14 @@ def _describe_step(run: PlannedRun, num_processes: int, layout: Layout, hardware
     if hardware is None:
         return
     seconds, terms = _list_costs(run, layout, hardware, 3600 * hardware.compute_hours(step.num_flops))
-    hours, formula = seconds / 3600, f"{step.num_flops:.3g} / ({hardware.describe_rate()}){terms}"
     if share := run.config.distillation.lmbda:
         found = estimate_on_policy(run.config, run.model_config, hardware.device, hardware.mfu)
         answers = f"{found.num_answers:,} answers of {run.config.rewards.response_length:,} tokens on each GPU"
         batches = f"{found.num_batches:,} batches of {found.batch:,} (`per_device_eval_batch_size`)"
-        yield "sampling", f"{found.seconds:.3g} s: {answers}, as many as fit full rows with prompts as long; {batches}"
-        hours, formula = hours + share * found.seconds / 3600, f"{formula} + sampling in {share:g} of the steps"
-    seconds, hours_per_token = hours * 3600, hours / step.num_tokens
+        sampled = f"{found.seconds:.3g} s in {share:g} of the steps"
+        yield "sampling", f"{sampled}: {answers}, as many as fit full rows with prompts as long; {batches}"
+    hours, hours_per_token = seconds / 3600, seconds / 3600 / step.num_tokens
+    formula = f"{step.num_flops:.3g} / ({hardware.describe_rate()}){terms}"
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {formula}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
     if num_steps := compute_steps(run.options.num_rows, run.config.training, num_processes).num_steps:
@@ -299,10 +299,10 @@ def _describe_iteration(run: PlannedRun, layout: Layout, hardware: Hardware) -> 
     number = schedule.num_iterations if is_known else _ITERATIONS
     hours = one.seconds * number / 3600
     yield "", f"{format_figure(hours)} hours for {pluralize(number, 'iteration')}"
-    billed, of = plan_search.add_server(config, hardware), "" if is_known else f" for {pluralize(number, 'iteration')}"
-    if billed.num_gpus > hardware.num_gpus:
-        of += f" on {billed.num_gpus:,} GPUs, half of them for the vLLM server"
-    yield from billed.describe_bill(hours, of)
+    num_gpus, of = plan_search.count_gpus(config, hardware.num_gpus), "" if is_known else f" for {number:,} iterations"
+    if num_gpus > hardware.num_gpus:
+        of += f" on {num_gpus:,} GPUs, half of them for the vLLM server"
+    yield from hardware._replace(num_gpus=num_gpus).describe_bill(hours, of)
 
 
 def _find_problems(config: RecipeConfig, num_written: int | None) -> Iterator[Problem]:
@@ -494,9 +494,9 @@ def plan_stage(
         if tokens is not None and tokens > 0:
             size = compute.compute_model_size(model_config).total
             seconds = 3600 * compute.compute_hours(step.num_flops, gpus, device.flops, mfu)
-            costs = list_costs(config, model_config, size, layout, device, seconds)
+            costs = list_costs(config, model_config, size, layout, device, seconds, mfu)
             hours = sum(costs.values()) / 3600 * tokens / step.num_tokens
     elif num_steps > 0:
         one, schedule = plan_search.plan_iteration(config, model_config, layout, device, mfu)
         hours = one.seconds * schedule.num_iterations / 3600
-    return StagePlan(gpus, plan.peak, hours, plan.fits(device.memory))
+    return StagePlan(plan_search.count_gpus(config, gpus), plan.peak, hours, plan.fits(device.memory))

@@ -186,7 +186,8 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, 
             raise ConfigError(describe_misfit(run, hardware, least.peak / 1e9))
         raise ConfigError(describe_engine("--gpus", least, run.options.gpus))
     start = starts[best.layout]
-    verify_limits(run.options, best.seconds * num_iterations / 3600, add_server(config, hardware))
+    billed = hardware._replace(num_gpus=count_gpus(config, hardware.num_gpus))
+    verify_limits(run.options, best.seconds * num_iterations / 3600, billed)
     if run.options.write:
         write_plan(run.options.write, run.flags, best.keys, best.layout, start)
     rows = [("keys", _join_keys(best.keys))] if best.keys else []
@@ -200,10 +201,10 @@ def describe_engine(flag: str, plan: MemoryPlan, gpu: str) -> Problem:
     return Problem(flag, found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
 
 
-def add_server(config: RecipeConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware with the GPUs of a vLLM server, which are assumed to be as many as those of training."""
+def count_gpus(config: RecipeConfig, num_gpus: int) -> int:
+    """Return the GPUs of a run, with those of a vLLM server, which are assumed to be as many as those of training."""
     is_server = config.engine.use_vllm and config.engine.vllm_mode == "server"
-    return hardware._replace(num_gpus=2 * hardware.num_gpus) if is_server else hardware
+    return 2 * num_gpus if is_server else num_gpus
 
 
 def plan_iteration(

@@ -73,7 +73,7 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
             model = find_planned_model(config)
             num_flops = count_step(config, model, launch.data_size).num_flops
             seconds = 3600 * compute_hours(num_flops, launch.world_size, device.flops, mfu)
-            costs = list_costs(config, model, compute_model_size(model).total, layout, device, seconds)
+            costs = list_costs(config, model, compute_model_size(model).total, layout, device, seconds, mfu)
             planned["step_seconds"] = sum(costs.values())
     return planned or None
 
