@@ -429,7 +429,7 @@ def test_unopenable_file_is_a_data_error(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("recipes_lib.corpus.inputs.compute_digest", refuse)
+    monkeypatch.setattr("recipes_lib.data.sources.local_files.compute_digest", refuse)
     (tmp_path / "page.html").write_text("<p>words</p>")
     with pytest.raises(DataError, match=r"page\.html: cannot be read: Permission denied"):
         read({"name": str(tmp_path / "page.html")})

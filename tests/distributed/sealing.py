@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.checkpoints import manifest as checkpoints
-from recipes_lib.training.checkpoints import saver as checkpoint_saver
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.checkpoints import sharded as sharded_states
 from recipes_lib.training.checkpoints.manifest import find_last_complete
 from recipes_lib.training.checkpoints.resume import agree_on_checkpoint
@@ -34,10 +33,10 @@ from recipes_lib.training.checkpoints.sharded import (
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 MOMENTS = {
-    "flush": (checkpoints, "fsync", 1),
-    "hash": (checkpoints, "hash_file", 1),
-    "seal": (checkpoint_saver, "write_complete", 0),
-    "name": (checkpoint_saver, "publish", 0),
+    "flush": (manifest, "fsync", 1),
+    "hash": (manifest, "hash_file", 1),
+    "seal": (manifest, "write_complete", 0),
+    "name": (manifest, "publish", 0),
 }
 """Moment of a save -> (module, function, rank that is killed before the call)."""
 
@@ -66,9 +65,9 @@ def spoil(folder: Path, fault: str) -> None:
 
 def pretend_to_see_more() -> None:
     """Let this rank report a file that the other does not see, as on a disk that is not shared."""
-    flush = checkpoint_saver.flush_files
+    flush = manifest.flush_files
     unseen = {"rng_state_3.pth": {"size": 1, "sha256": ""}}
-    checkpoint_saver.flush_files = lambda *args: {**flush(*args), **unseen}
+    manifest.flush_files = lambda *args: {**flush(*args), **unseen}
 
 
 class LoggedFile:

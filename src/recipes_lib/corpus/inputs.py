@@ -22,17 +22,10 @@ from datatrove.pipeline.base import PipelineStep
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
 from recipes_lib.corpus.documents import CHAT, HTML, PART_END, SOURCE, Ledger, escape_surrogates, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, decode_page, read_warc
+from recipes_lib.data.sources import local_files
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import (
-    READERS,
-    FileSource,
-    compute_digest,
-    find_codec,
-    find_suffix,
-    list_files,
-)
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import enumerate_lines, read_json_lines, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
@@ -105,7 +98,7 @@ class FileRange:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the file's digest and the range."""
-        content = f"{compute_digest(self.path).hex()} {self.start} {self.stop}"
+        content = f"{local_files.compute_digest(self.path).hex()} {self.start} {self.stop}"
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -157,7 +150,7 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
         named = [(escape_surrogates(str(page.relative_to(root))), page) for page in pages]
         try:
             parts = [Part(f"{label}/{name}", page, num_bytes=page.stat().st_size) for name, page in named]
-            digests = b"".join(name.encode() + compute_digest(page) for name, page in named)
+            digests = b"".join(name.encode() + local_files.compute_digest(page) for name, page in named)
         except OSError as error:
             found = f"cannot be read: {error.strerror or error}"
             raise DataError(Problem(str(error.filename), found, "correct its permissions, or move it away")) from error
@@ -176,14 +169,14 @@ def _find_pages(path: Path) -> list[Path]:
     Raises:
         DataError: The folder also contains files of other kinds, or cannot be read.
     """
-    files = [path] if path.is_file() else list_files(path, str(path)) if path.is_dir() else []
+    files = [path] if path.is_file() else local_files.list_files(path, str(path)) if path.is_dir() else []
     pages: dict[str, Path] = {}  # By real path: a file with several names is read once.
     for file in files:
         # Not the report of a corpus, which is beside its data.
         is_report = file.name == "report.html" and file.with_name("corpus.json").exists()
         if file.name.lower().endswith((*_HTML, *_WARC)) and not is_report:
             pages.setdefault(realpath(file), file)
-    others = [file for file in files if find_suffix(file) in READERS]
+    others = [file for file in files if local_files.find_suffix(file) in local_files.READERS]
     if pages and others:
         found = f"the folder mixes pages and other data: {next(iter(pages.values())).name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
@@ -204,7 +197,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             shard = dataset.shard(num_shards=num, index=index) if num > 1 else dataset
             yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)
     else:
-        assert isinstance(source, FileSource)
+        assert isinstance(source, local_files.FileSource)
         for name, path in source.files.items():
             # With the path relative to the folder, because files in two subfolders can have the same name.
             short = f"{label}{escape_surrogates(name.removeprefix(source.name.rstrip('/')))}"
@@ -226,7 +219,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
     if num < 2:
         return []
     try:
-        if find_codec(path) is not None:
+        if local_files.find_codec(path) is not None:
             return []
         if path.suffix in _LINES and not _is_array(path):
             return [0, *(_find_line(path, size * at // num) for at in range(1, num)), size]

@@ -14,6 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig
+from recipes_lib.corpus import duplicates
 from recipes_lib.corpus.documents import (
     CHAT,
     HTML,
@@ -25,19 +26,6 @@ from recipes_lib.corpus.documents import (
     spell_calls,
     spell_encodable,
     write_shard,
-)
-from recipes_lib.corpus.duplicates import (
-    KEPT,
-    NEAR,
-    Hashes,
-    HashFolder,
-    HashTable,
-    find_duplicates,
-    find_repeated_lines,
-    hash_lines,
-    open_earlier,
-    save_array,
-    split_lines,
 )
 from recipes_lib.corpus.pii import build_masker
 from recipes_lib.data.windows import WINDOW, encode_in_windows
@@ -65,12 +53,12 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
         """Write all documents."""
         # The blocks before are generators: none of them has read a document yet.
         self.ledger.clear()
-        hashes = Hashes(self.config)
+        hashes = duplicates.Hashes(self.config)
         write_shard(self.folder / f"{rank:05d}.parquet", self._add(data, hashes))
         hashes.write(self.folder, rank)
         replace_record(self.folder / f"{rank:05d}.json", self.ledger.to_record())
 
-    def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
+    def _add(self, documents: Iterator[Document], hashes: duplicates.Hashes) -> Iterator[Document]:
         for document in documents:
             document.metadata.pop(HTML, None)  # Still present if the step `extract` is off.
             with self.track_time():
@@ -83,7 +71,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
 
     type, name = "DEDUPLICATE", "compare hashes"
 
-    def __init__(self, folder: Path, sources: Sequence[HashFolder], config: CorpusConfig) -> None:
+    def __init__(self, folder: Path, sources: Sequence[duplicates.HashFolder], config: CorpusConfig) -> None:
         """Compare the hashes of ``sources``; write the result to ``folder``."""
         super().__init__()
         self.folder, self.sources, self.config = folder, sources, config
@@ -98,15 +86,19 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         Raises:
             DataError: An earlier corpus cannot be read.
         """
-        earlier = [folder for name in self.config.duplicates_of or () for folder in open_earlier(name, self.config)]
-        table = HashTable([*earlier, *self.sources])
+        earlier = [
+            folder for name in self.config.duplicates_of or () for folder in duplicates.open_earlier(name, self.config)
+        ]
+        table = duplicates.HashTable([*earlier, *self.sources])
         # Documents of earlier corpora come first: of two duplicates, the one in this corpus is removed.
         starts = table.starts[sum(folder.num_tasks for folder in earlier) :]
         num_earlier = int(starts[0])
-        found = find_duplicates(table, self.config)
+        found = duplicates.find_duplicates(table, self.config)
         lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         if self.config.repeated_lines != "off":
-            lines, firsts = find_repeated_lines(table, found.status, self.config.repeated_lines_min_documents)
+            lines, firsts = duplicates.find_repeated_lines(
+                table, found.status, self.config.repeated_lines_min_documents
+            )
         # Ordinals of this corpus; those of earlier corpora become negative.
         arrays: dict[str, npt.NDArray[Any]] = {
             "status": found.status[num_earlier:],
@@ -116,7 +108,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
             "line_firsts": firsts - num_earlier,
         }
         for name, array in arrays.items():
-            save_array(self.folder / f"{name}.npy", array)
+            duplicates.save_array(self.folder / f"{name}.npy", array)
 
 
 class WriteShards(PipelineStep):  # type: ignore[misc]
@@ -166,10 +158,10 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         lines = arrays["lines"] if can_cut else arrays["lines"][:0]
         for ordinal, document in enumerate(documents, start=start):
             status, size = int(arrays["status"][ordinal]), count_bytes(document.text)
-            step = NEAR_STEP if status == NEAR else EXACT_STEP
+            step = NEAR_STEP if status == duplicates.NEAR else EXACT_STEP
             for name in (EXACT_STEP, NEAR_STEP):
                 tally = self.ledger.tallies[name]
-                is_here = status != KEPT and name == step
+                is_here = status != duplicates.KEPT and name == step
                 tally.count_in(size)
                 if is_here and getattr(self.config, name) == "annotate":
                     tally.found["repeated"] += 1
@@ -189,7 +181,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         tally.count_in(count_bytes(before))
         if len(lines):
             unit = self.config.repeated_lines_unit
-            hashes = hash_lines(before, unit)
+            hashes = duplicates.hash_lines(before, unit)
             # `searchsorted` returns the length for a hash above all of `lines`.
             places = np.minimum(np.searchsorted(lines, hashes), len(lines) - 1)
             shared = lines[places] == hashes
@@ -200,7 +192,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
                 if self.config.repeated_lines == "annotate":
                     add_flag(document, LINES_STEP)
                 else:
-                    pieces = zip(split_lines(before, unit), shared, strict=True)
+                    pieces = zip(duplicates.split_lines(before, unit), shared, strict=True)
                     document.text = ("\n" if unit == "line" else "\n\n").join(p for p, cut in pieces if not cut)
                     tally.changed += 1
                     self.ledger.samples.add(LINES_STEP, document, before)

@@ -14,17 +14,8 @@ import numpy as np
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
+from recipes_lib.corpus import duplicates
 from recipes_lib.corpus.decontamination import Index
-from recipes_lib.corpus.duplicates import (
-    EXACT,
-    NEAR,
-    UNSPACED,
-    Hashes,
-    HashFolder,
-    HashTable,
-    find_duplicates,
-    find_repeated_lines,
-)
 from recipes_lib.corpus.pii import mask
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, Language
 from recipes_lib.errors import ConfigError
@@ -123,7 +114,7 @@ def count_languages(sample: list[str]) -> Counter[str]:
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
         # `maxsplit`: only whether there are more words matters, not how many. Some scripts have no spaces between them.
-        words = text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE) + UNSPACED.findall(text[:MAX_CLASSIFIED])
+        words = text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE) + duplicates.UNSPACED.findall(text[:MAX_CLASSIFIED])
         if len(words) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             step.apply(document, Counter())
@@ -137,17 +128,17 @@ def _find_repeated(sample: list[str]) -> Iterator[str]:
     # Through files, as in cleaning, so that the same code decides.
     config = CorpusConfig(repeated_lines="annotate")
     with tempfile.TemporaryDirectory() as folder:
-        hashes = Hashes(config)
+        hashes = duplicates.Hashes(config)
         for text in sample:
             hashes.add(text)
         hashes.write(Path(folder), 0)
-        table = HashTable([HashFolder(Path(folder), 1, "")])
-        status = find_duplicates(table, config).status
-        lines, _ = find_repeated_lines(table, status, _SHARED_BY)
+        table = duplicates.HashTable([duplicates.HashFolder(Path(folder), 1, "")])
+        status = duplicates.find_duplicates(table, config).status
+        lines, _ = duplicates.find_repeated_lines(table, status, _SHARED_BY)
         found, owners = next(table.iterate_lines())
         # `kind="sort"`: for integers, numpy 2.0 may choose a lookup table, whose size overflows with 64-bit hashes.
         num_sharing = len(np.unique(owners[np.isin(found, lines, kind="sort")]))
-    for kind, name in ((EXACT, "repeat an earlier one"), (NEAR, "nearly repeat an earlier one")):
+    for kind, name in ((duplicates.EXACT, "repeat an earlier one"), (duplicates.NEAR, "nearly repeat an earlier one")):
         if count := int((status == kind).sum()):
             yield f"{_share(count, sample)} {name}"
     if num_sharing:

@@ -14,14 +14,7 @@ from huggingface_hub import constants
 from recipes_lib.config.values import has_secret_shape
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record
-from recipes_lib.models.model_files import (
-    MODEL_FILES,
-    SENTENCEPIECE,
-    TEMPLATES,
-    find_damage,
-    find_sentencepiece,
-    is_model,
-)
+from recipes_lib.models import model_files
 from recipes_lib.publish.card import ADAPTER_CONFIG, CHART, build_card, make_portable, read_portable_adapter
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import COMPLETE, is_complete, list_checkpoints, read_complete
@@ -74,11 +67,11 @@ def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
     # ``list_checkpoints`` is newest first.
     for step, path in reversed(list_checkpoints(folder)) if strategy != "end" else ():
         record = read_complete(path)
-        if record is not None and is_complete(path) and is_model(path):
+        if record is not None and is_complete(path) and model_files.is_model(path):
             hashes = {name: file["sha256"] for name, file in record["files"].items()}
             state = STATES.get(strategy, "").format(name=path.name)
             found[path.name] = Contents(name=path.name, source=path, hashes=hashes, state=state, tag=f"step-{step}")
-    if read_facts(folder).get("status", "done") == "done" and is_model(folder):
+    if read_facts(folder).get("status", "done") == "done" and model_files.is_model(folder):
         found[MODEL] = Contents(name=MODEL, source=folder, tag=keys.get("tag"))
     return found
 
@@ -98,8 +91,8 @@ def collect_files(contents: Contents, folder: Path) -> Files:
     source, record = contents.source, read_facts(folder)
     files: dict[str, Path | bytes] = {path: source / path for path in list_published(source)}
     # transformers does not save it in a checkpoint; a final model has it.
-    if contents.hashes and (file := find_sentencepiece(record.get("config", {}))):
-        files.setdefault(SENTENCEPIECE, file)
+    if contents.hashes and (file := model_files.find_sentencepiece(record.get("config", {}))):
+        files.setdefault(model_files.SENTENCEPIECE, file)
     if contents.state:
         files |= {f"{contents.state}/{path}": source / path for path in (*contents.hashes, COMPLETE)}
     manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
@@ -114,7 +107,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         step = None if contents.name == MODEL else int(contents.name.rpartition("-")[2])
         files["README.md"] = build_card(source, record, read_run(folder).find_figures(step)).encode()
     # Files with a manifest were verified when they were saved, and their hashes are compared before the upload.
-    damage = None if contents.hashes else find_damage(source)
+    damage = None if contents.hashes else model_files.find_damage(source)
     if damage is not None:
         raise DataError(Problem(str(source), f"the model is damaged: {damage}", "train or merge it again"))
     if (leak := find_secret(files)) is not None:
@@ -147,13 +140,17 @@ def list_published(folder: Path) -> list[str]:
         FileNotFoundError: The folder does not exist.
     """
     top = {path.name for path in folder.iterdir() if not path.is_dir()}
-    chosen = {name for pattern in (*MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
+    chosen = {name for pattern in (*model_files.MODEL_FILES, *RECORDS) for name in fnmatch.filter(top, pattern)}
     if fnmatch.filter(top, "*.py"):
         # Imported here, because few models have code, and transformers takes a second to import.
         from recipes_lib.models.loading import list_code
 
         chosen |= top.intersection(list_code(folder))
-    chosen |= {f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja") if not path.is_dir()}
+    chosen |= {
+        f"{model_files.TEMPLATES}/{path.name}"
+        for path in (folder / model_files.TEMPLATES).glob("*.jinja")
+        if not path.is_dir()
+    }
     chosen |= {CHART} if (folder / CHART).is_file() else set()
     chosen = {path for path in chosen if not Path(path).name.startswith(".")}
     # Links into the Hub's cache are allowed: its files come from the Hub.

@@ -55,25 +55,7 @@ from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.models.saved_weights import sample_weights
 from recipes_lib.processes import await_failure, explain_lost_connection, has_other_machines, read_failure_code
 from recipes_lib.stopping import SECONDS_TO_UNWIND, STOP, leave
-from recipes_lib.training.checkpoints.manifest import (
-    BATCH_KEYS,
-    clear_leftovers,
-    find_last_complete,
-    find_wrong_size,
-    list_checkpoints,
-    read_complete,
-    supersede,
-)
-from recipes_lib.training.checkpoints.resume import (
-    EXTENDABLE,
-    agree_on_checkpoint,
-    count_rows_per_step,
-    find_common_checkpoint,
-    keep_batch,
-    list_fingerprints,
-    list_kept_batch_keys,
-    verify_checkpoint_fits,
-)
+from recipes_lib.training.checkpoints import manifest, resume
 from recipes_lib.training.collectives import broadcast_object, is_true_on_main
 from recipes_lib.training.guards.step_guard import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
@@ -161,17 +143,17 @@ class Run:
         # Machines may have their own copies of data, models and code.
         facts = self.facts | inputs
         for name, what in _INPUTS.items():
-            plan[f"the SHA-256 of {what}"] = compute_key({name: list_fingerprints(facts.get(name))})
+            plan[f"the SHA-256 of {what}"] = compute_key({name: resume.list_fingerprints(facts.get(name))})
         if (commit := find_commit(str(model.model_name_or_path), model.model_revision)) is not None:
             # Caches of the Hub may have different files of a commit, such as weights in two formats.
             plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
         plan["the SHA-256 of this library"] = compute_key(hash_files(Path(__file__).parents[1], ("**/*.py",)))
-        checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
+        checkpoint = resume.agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.name}")
-        elif ignored := list_checkpoints(self.output_dir):
+        elif ignored := manifest.list_checkpoints(self.output_dir):
             newest = ignored[0][1]
-            say(f"{newest.name} is ignored: {find_wrong_size(newest)}; training starts at step 0")
+            say(f"{newest.name} is ignored: {manifest.find_wrong_size(newest)}; training starts at step 0")
         self.record(resumed_from=checkpoint and checkpoint.name, **broadcast_object(inputs))
         self.before.clear()
         return checkpoint
@@ -195,7 +177,7 @@ class Run:
             ConfigError: The run resumes, and the facts have other inputs (``_INPUTS``) than those it began with.
         """
         for name, what in _INPUTS.items() if self.resume_from else ():
-            before, now = (list_fingerprints(record.get(name)) for record in (self.facts, facts))
+            before, now = (resume.list_fingerprints(record.get(name)) for record in (self.facts, facts))
             if name in facts and before and before != now:
                 found = f"{what} are not those that this run began with"
                 remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
@@ -340,7 +322,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     output_dir = Path(config.training["output_dir"]).absolute()
     _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
-    resume_from = find_last_complete(output_dir)
+    resume_from = manifest.find_last_complete(output_dir)
     previous, now = _fill_in(_read_previous(output_dir, resume_from), effective, config.recipe)
     is_done = previous.get("status") == "done"
     differing = _find_differences(previous, now, launch) if resume_from or is_done else []
@@ -349,11 +331,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     if has_other_machines():
         # With a disk of its own, a machine does not see that the run is done, and would wait for the main process.
         finished = is_true_on_main(finished)
-    if resume_from and not finished and not set(differing) & set(BATCH_KEYS):
+    if resume_from and not finished and not set(differing) & set(manifest.BATCH_KEYS):
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
         # After ``_resume_batch``, both schedules are computed with the same global batch size.
-        resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
+        resume_from = resume.find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(config, previous, now, differing))
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
@@ -366,7 +348,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         planned = plan_run(config, launch, hardware["device"]) if launch.is_main else None
         if differing and resume_from and launch.is_main:
             # Later checkpoints were trained with other learning rates; the extended run writes its own.
-            run.superseded.extend(supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2])))
+            run.superseded.extend(manifest.supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2])))
         run.record(
             stage=config.recipe,
             status="running",
@@ -385,7 +367,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             planned=planned,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
-            rows_per_step=count_rows_per_step(config.training, launch.data_size),
+            rows_per_step=resume.count_rows_per_step(config.training, launch.data_size),
         )
     return run
 
@@ -434,7 +416,7 @@ def _open(output_dir: Path, launch: Launch) -> None:
             if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
                 os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
         _CLAIMS.append(file)
-    clear_leftovers(output_dir)
+    manifest.clear_leftovers(output_dir)
 
 
 def release_output_dirs() -> None:
@@ -502,7 +484,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
     names = before.keys() | plain_now.keys()
     harmless = {name for pattern in read_harmless() for name in fnmatch.filter(names, pattern)}
     names -= {name for name in harmless if not (follows and name.startswith("eval_"))}
-    names -= list_kept_batch_keys(previous, now, launch.data_size)
+    names -= resume.list_kept_batch_keys(previous, now, launch.data_size)
     if previous.get("status") != "done":
         # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
         data: Any = previous.get("data")
@@ -513,7 +495,7 @@ def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launc
             "other_weights": _OTHERS,
             "tokenizer": ("tokenizer_name_or_path",),
         }
-        moved = (name for kind, keys in places.items() if list_fingerprints(previous.get(kind)) for name in keys)
+        moved = (name for kind, keys in places.items() if resume.list_fingerprints(previous.get(kind)) for name in keys)
         names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
@@ -528,10 +510,10 @@ def _is_place(before: Any, now: Any) -> bool:
 
 
 def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: Callable[[str], None]) -> RecipeConfig:
-    record = read_complete(checkpoint)
+    record = manifest.read_complete(checkpoint)
     assert record is not None, "find_last_complete has just read it"
-    verify_checkpoint_fits(record, str(checkpoint), launch)
-    return keep_batch(config, launch, record, say)
+    resume.verify_checkpoint_fits(record, str(checkpoint), launch)
+    return resume.keep_batch(config, launch, record, say)
 
 
 def _explain_differences(
@@ -542,7 +524,7 @@ def _explain_differences(
         found = f"is of the recipe {previous['stage']}, not {config.recipe}"
         return [Problem(where, found, "choose another output_dir")]
     remedy = "choose another output_dir, or run the command it was started with"
-    if config.recipe == "pretrain" and set(differing) <= EXTENDABLE:
+    if config.recipe == "pretrain" and set(differing) <= resume.EXTENDABLE:
         remedy = "no checkpoint is left from before the learning rates, or the rows of a stream, differ; " + remedy
     return [
         Problem(
@@ -564,7 +546,7 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     path = output_dir / RUN_FILE
     found = find_record(path)
     remedy = "restore the file, or choose another output_dir"
-    record = ((resume_from and read_complete(resume_from)) or {}).get("run") or {}
+    record = ((resume_from and manifest.read_complete(resume_from)) or {}).get("run") or {}
     try:
         verify_fields(found, RECORDED, str(path), remedy=remedy)
     except DataError as error:

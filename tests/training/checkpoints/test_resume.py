@@ -338,7 +338,7 @@ def test_other_plan_than_rank_0_is_rejected(tmp_path, simulate_rank_1):
 )
 def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, monkeypatch, other):
     plans = []
-    monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
+    monkeypatch.setattr(resumption, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
     for number, changed in enumerate(({}, other)):
         versions = {"python": f"3.11.{number}", "torch": changed.get("torch", "2.13")}
         monkeypatch.setattr(run_module, "read_versions", lambda versions=versions: versions)
@@ -362,7 +362,7 @@ def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, 
 def test_run_compares_contents_of_all_ranks(tmp_path, monkeypatch, what, file):
     """Machines with their own copies of a file would otherwise train on different ones without an error."""
     plans = []
-    monkeypatch.setattr(run_module, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
+    monkeypatch.setattr(resumption, "agree_on_checkpoint", lambda resume_from, launch, plan, say: plans.append(plan))
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "library/training/run.py"))
     (tmp_path / "model").mkdir()
     model = ModelConfig(model_name_or_path=str(tmp_path / "model"))

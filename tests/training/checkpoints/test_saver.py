@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.disk import DiskPlan
-from recipes_lib.training.checkpoints import saver as saver_module
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.checkpoints.manifest import list_checkpoints, read_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes, describe_dry_run, write_state
 
@@ -111,7 +111,7 @@ def test_manifest_of_replicated_checkpoint_lists_files_of_all_ranks(build, tmp_p
 
 
 def test_checkpoint_that_cannot_be_deleted_is_logged(build, tmp_path, lines, monkeypatch):
-    monkeypatch.setattr(saver_module, "rotate", lambda *_: ["checkpoint-1 (Device or resource busy)"])
+    monkeypatch.setattr(manifest, "rotate", lambda *_: ["checkpoint-1 (Device or resource busy)"])
     saver = build(save_total_limit=1)
     saver.save(stage(saver, 2, {"weight": torch.ones(3)}))
     saver.finish()

@@ -11,17 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from recipes_lib.config.loader import check_text, explain_unknown, read_synonyms
-from recipes_lib.config.migration.legacy_files import (
-    COMPANIONS,
-    LEGACY_KEYS,
-    Method,
-    convert_datasets,
-    convert_value,
-    flatten_sections,
-    infer_method,
-    is_command,
-    parse_command_text,
-)
+from recipes_lib.config.migration import legacy_files
 from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, DECISIONS, is_overruled
 from recipes_lib.config.table import KeyTable, load_table
@@ -113,15 +103,15 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
-    is_rewritten = text is not None and (path.suffix == ".sh" or is_command(text))
+    is_rewritten = text is not None and (path.suffix == ".sh" or legacy_files.is_command(text))
     if text is not None and is_rewritten:
-        script, flags, launcher = parse_command_text(text, str(path))
-        names, text = [script], _dump(flatten_sections(flags))
+        script, flags, launcher = legacy_files.parse_command_text(text, str(path))
+        names, text = [script], _dump(legacy_files.flatten_sections(flags))
     entries = [] if text is None else read_entries(text, str(path), problems)
     values = {entry.key: plain_value(entry.node) for entry in entries}
     # Edits replace whole lines, those of JSON end with commas, and those of sections are indented.
-    if values and ((text or "").lstrip().startswith("{") or flatten_sections(values) != values):
-        is_rewritten, text = True, _dump(flatten_sections(values))
+    if values and ((text or "").lstrip().startswith("{") or legacy_files.flatten_sections(values) != values):
+        is_rewritten, text = True, _dump(legacy_files.flatten_sections(values))
         entries = read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
     # Edits replace whole lines, so each key must begin its own.
@@ -133,7 +123,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
             )
     if problems or text is None:
         raise ConfigError(*problems)
-    method = infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, recipe)
+    method = legacy_files.infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, recipe)
     rewriter = _Rewriter(load_table(method.recipe), text, entries, path)
     rewriter.drop_ignored()
     rewriter.drop_overruled()
@@ -207,7 +197,7 @@ class _Rewriter:
     def convert_values(self) -> None:
         """Convert keys of other programs whose successor follows from several keys, or from parts of their value."""
         for entry in self.entries:
-            new = convert_value(entry.key, self.values, self.table.recipe)
+            new = legacy_files.convert_value(entry.key, self.values, self.table.recipe)
             if new is None or not new.keys() <= self.table.keys.keys() - self.taken:
                 continue
             became = f"became {', '.join(f'`{key}: {value}`' for key, value in new.items())}" if new else "was deleted"
@@ -223,9 +213,9 @@ class _Rewriter:
         is_template = key == "chat_template" and isinstance(value, str) and "{" in value
         if _position(entry)[0] in self.edits:
             return
-        if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
+        if key in legacy_files.LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
             self._rewrite_datasets(entry)
-        elif key in COMPANIONS and self.taken & {"dataset_mixer", "dataset_mixer_list"}:
+        elif key in legacy_files.COMPANIONS and self.taken & {"dataset_mixer", "dataset_mixer_list"}:
             self._replace(entry, {}, f"`{key}` was merged into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
@@ -242,7 +232,7 @@ class _Rewriter:
         else:
             self._rewrite_unknown(entry, value)
 
-    def complete(self, method: Method) -> None:
+    def complete(self, method: legacy_files.Method) -> None:
         """Add keys that the old file left to the script or to upstream's defaults."""
         if method.loss_type:
             self.added["loss_type"] = method.loss_type
@@ -388,8 +378,12 @@ class _Rewriter:
         self.taken |= set(new)
 
     def _rewrite_datasets(self, entry: Entry) -> None:
-        legacy = {other.key: plain_value(other.node) for other in self.entries if other.key in LEGACY_KEYS + COMPANIONS}
-        new, remark = convert_datasets(legacy)
+        legacy = {
+            other.key: plain_value(other.node)
+            for other in self.entries
+            if other.key in legacy_files.LEGACY_KEYS + legacy_files.COMPANIONS
+        }
+        new, remark = legacy_files.convert_datasets(legacy)
         new = new and {key: value for key, value in new.items() if key not in self.taken or key == entry.key}
         if not new:
             what = f"`{entry.key}` could not be rewritten; {remark or 'write `dataset_name` or `dataset_mixture`'}"

@@ -314,7 +314,7 @@ class RowEncoder:
     ) -> Iterable[tuple[npt.NDArray[np.uint32], list[int] | None, Encoding | None]]:
         """Return the token ids of each draft, and where its places are: as ``ByteEnds.cut``, or in its encoding.
 
-        Those of long drafts, which ``_tokenize_long`` tokenises, are empty.
+        Those of long drafts, which ``_tokenize_in_parts`` tokenises, are empty.
         """
         self._reset_backend()
         texts = [draft.text if len(draft.text) <= WINDOW else "" for draft in drafts]

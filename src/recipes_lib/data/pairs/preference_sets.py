@@ -14,24 +14,9 @@ from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.tokenization import count_before_end, find_end_tokens
+from recipes_lib.data.packed import prepared_set
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples, split_blocks
-from recipes_lib.data.packed.prepared_set import (
-    BuiltSet,
-    PreparedRows,
-    SetIdentity,
-    add_eval_sets,
-    add_findings,
-    build_lists,
-    derive_max_length,
-    describe_set,
-    encode_sides,
-    identify_set,
-    open_set,
-    prepare_set,
-    read_batches,
-    separate_sides,
-)
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     check_duplicates,
@@ -177,17 +162,17 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
         DataError: Rows are broken or too long; rows or their prompts are both trained on and held out; no pair is left;
             the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
-    return prepare_set(config, load_tokenizer, identify_pairs(config), _build, local_rank)
+    return prepared_set.prepare_set(config, load_tokenizer, identify_pairs(config), _build, local_rank)
 
 
-def identify_pairs(config: RecipeConfig) -> SetIdentity:
+def identify_pairs(config: RecipeConfig) -> prepared_set.SetIdentity:
     """Return the identity of a run's prepared pairs, without tokenising anything.
 
     Raises:
         ConfigError: Options are incompatible, a layout has no rejected answers, or the tokenizer does not exist.
         DataError: The data do not exist or cannot be read.
     """
-    identity = identify_set(read_as_pairs(config), rows="pairs")
+    identity = prepared_set.identify_set(read_as_pairs(config), rows="pairs")
     parts = [*identity.train.parts, *(identity.test.parts if identity.test else ())]
     wrong = dict.fromkeys((part.source.name, part.format) for part in parts if part.format != "preference")
     if wrong:
@@ -240,18 +225,18 @@ def _take_prompt(row: Row) -> Row:
 
 
 def _build(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
-) -> BuiltSet:
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: prepared_set.SetIdentity, file: TokenFile
+) -> prepared_set.BuiltSet:
     """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
     # Of a cut text, the answer could be lost, so that only an error can be found early.
     limit = config.tokens.max_length if config.tokens.overlong == "error" else None
     encoder = build_encoder(config, tokenizer, limit)
-    read, broken = encode_sides(config, identity, partial(_encode_examples, encoder), file)
+    read, broken = prepared_set.encode_sides(config, identity, partial(_encode_examples, encoder), file)
     sides, dropped = {}, {}
     for name, side in read.items():
         sides[name], dropped[name] = drop_pairs(side, config.tokens.max_length)
     _refuse_empty(sides, dropped)
-    sides = separate_sides(config, sides)
+    sides = prepared_set.separate_sides(config, sides)
     audits = {name: compute_pair_audit(side) for name, side in sides.items()}
     findings = [
         finding
@@ -261,10 +246,12 @@ def _build(
             *check_remarks(name, sides[name].examples.remarks, sides[name].find_places),
         )
     ]
-    max_length = config.tokens.max_length or derive_max_length(max(audit.length_max for audit in audits.values()))
+    max_length = config.tokens.max_length or prepared_set.derive_max_length(
+        max(audit.length_max for audit in audits.values())
+    )
     has_margins = any(audit.num_margins for audit in audits.values())
     return {name: _read_pairs(side, has_margins=has_margins) for name, side in sides.items()}, {
-        **describe_set(config, identity, max_length, findings, broken),
+        **prepared_set.describe_set(config, identity, max_length, findings, broken),
         "dropped": {name: dataclasses.asdict(counts) for name, counts in dropped.items()},
         **{name: dataclasses.asdict(audit) for name, audit in audits.items()},
     }
@@ -295,7 +282,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
         # Part of each token: prompt, chosen answer, rejected answer, prompt of the next pair, ...
         part = np.repeat(np.arange(lengths[rows].size) % 3, lengths[rows].ravel())
         columns = {
-            name: build_lists(np.append(0, np.cumsum(lengths[rows, number])), ids[part == number])
+            name: prepared_set.build_lists(np.append(0, np.cumsum(lengths[rows, number])), ids[part == number])
             for number, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids"))
         }
         columns["row_id"] = pa.array(side.examples.row_ids[rows])
@@ -304,11 +291,11 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
             columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
         return pa.record_batch(columns)
 
-    return read_batches(side.examples.lengths, read)
+    return prepared_set.read_batches(side.examples.lengths, read)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairData(PreparedRows):
+class PairData(prepared_set.PreparedRows):
     """Pairs in the order of the dataset, with statistics; lengths are those of a prompt with one answer.
 
     Attributes:
@@ -352,9 +339,9 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
     def prepare_run(run: RecipeConfig) -> PreparedSet:
         return prepare_pairs(run, lambda: tokenizer, local_rank=local_rank)
 
-    fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
+    fields, trained = prepared_set.open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
     data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))
-    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
+    return prepared_set.add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
 def render_summary(prepared: PreparedSet) -> Table:
@@ -372,7 +359,7 @@ def render_summary(prepared: PreparedSet) -> Table:
         ("left out, too long", [manifest["dropped"].get(split, {}).get("num_overlong", 0) for split in splits]),
     ):
         table.add_row(label, *(f"{value:,}" for value in values))
-    add_findings(table, manifest["findings"])
+    prepared_set.add_findings(table, manifest["findings"])
     return table
 
 

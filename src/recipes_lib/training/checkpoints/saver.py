@@ -33,17 +33,7 @@ from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.quantities import format_bytes
-from recipes_lib.training.checkpoints.manifest import (
-    BATCH_KEYS,
-    DRY_RUN,
-    GENERATION_KEY,
-    STAGING,
-    find_wrong_size,
-    flush_files,
-    publish,
-    rotate,
-    write_complete,
-)
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
@@ -253,7 +243,7 @@ class CheckpointSaver:
         self.group: distributed.ProcessGroup | None = None
         self._record: dict[str, Any] = {}
 
-    def open(self, step: int, folder: str = STAGING) -> Path:
+    def open(self, step: int, folder: str = manifest.STAGING) -> Path:
         """Return the staging folder of a checkpoint, after the previous one is finished; every process must call.
 
         Args:
@@ -322,9 +312,9 @@ class CheckpointSaver:
         limit = self._args.save_total_limit
 
         def finish() -> None:
-            publish(staged.folder)
+            manifest.publish(staged.folder)
             # A checkpoint that cannot be deleted, such as a mount point or another user's folder, must not end the run.
-            if failures := rotate(self._output_dir, limit, keep, self._keep_every):
+            if failures := manifest.rotate(self._output_dir, limit, keep, self._keep_every):
                 self._say(f"older checkpoints could not be deleted: {', '.join(failures)}")
 
         self._write(staged, then=finish)
@@ -350,7 +340,7 @@ class CheckpointSaver:
         plan: Callable[[int], DiskPlan] = partial(plan_disk, **facts)
         if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
-        staged = stage(DRY_RUN)
+        staged = stage(manifest.DRY_RUN)
         self._verify_visible(staged)
         self._write(staged, then=lambda: None)
         # Waits, because the files are compared with live weights, which the next step changes.
@@ -422,8 +412,8 @@ class CheckpointSaver:
             if gone := [path for path in written if not path.exists()]:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
             if self.is_main:
-                write_complete(staged.folder, files, **facts)
-                if (wrong := find_wrong_size(staged.folder)) is not None:
+                manifest.write_complete(staged.folder, files, **facts)
+                if (wrong := manifest.find_wrong_size(staged.folder)) is not None:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
@@ -446,7 +436,7 @@ class CheckpointSaver:
         staged.verify()
         # A main process that writes alone also flushes the random states of the others.
         share = (self._args.process_index, self._args.world_size) if self._engine else (0, 1)
-        return flush_files(staged.folder, *share)
+        return manifest.flush_files(staged.folder, *share)
 
     def _do_together(self, do: Task) -> list[Any]:
         """Run a job on every process that writes, and return the results by rank; raise on all of them if one failed.
@@ -476,7 +466,11 @@ class CheckpointSaver:
             "step": step,
             "world_size": self._args.world_size,
             "data_size": self._data_size or self._args.world_size,
-            **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
+            **{
+                key: getattr(self._args, key)
+                for key in (*manifest.BATCH_KEYS, manifest.GENERATION_KEY)
+                if hasattr(self._args, key)
+            },
             "engine": self._engine,
             "versions": record.get("versions"),
             # Lets a run resume if its run.json is lost.

@@ -23,16 +23,7 @@ from recipes_lib.config.schema import ModelConfig, PreferenceConfig, RecipeConfi
 from recipes_lib.data.pairs.preference_sets import PairData
 from recipes_lib.data.store import Rows, find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem, reported_at
-from recipes_lib.losses.preference import (
-    COMPARING,
-    REFERENCE_FREE,
-    PreferenceBatch,
-    PreferenceOptions,
-    compute_preference_losses,
-    compute_preference_metrics,
-    compute_wpo_weights,
-    sum_logps,
-)
+from recipes_lib.losses import preference
 from recipes_lib.models.adapters.lora import adapters_off, has_changed_base
 from recipes_lib.models.architecture import find_other_vocabulary
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -76,7 +67,7 @@ class PreferenceObjective:
 
     names: Sequence[str]
     weights: Sequence[float]
-    options: PreferenceOptions
+    options: preference.PreferenceOptions
     ld_alpha: float | None
     use_weighting: bool
     mean_held_out_tokens: Tensor | None = None
@@ -85,7 +76,7 @@ class PreferenceObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether any of the losses compares the policy with a reference."""
-        return not set(self.names) <= REFERENCE_FREE
+        return not set(self.names) <= preference.REFERENCE_FREE
 
     def score(self, model: nn.Module, batch: Batch, mean_chosen_tokens: Tensor | None = None) -> PairScores:
         """Score a batch of pairs.
@@ -107,28 +98,30 @@ class PreferenceObjective:
         # Answer of each target token, chosen answers first: outputs.logps and ids are (N,), sums over answers (2P,).
         ids, num_chosen, num_rejected = split_sequences(batch, device)
         num_pairs = len(num_chosen)
-        chosen, rejected = sum_logps(outputs.logps, ids, 2 * num_pairs, ld_alpha=self.ld_alpha).view(2, -1)
+        chosen, rejected = preference.sum_logps(outputs.logps, ids, 2 * num_pairs, ld_alpha=self.ld_alpha).view(2, -1)
         ref_chosen, ref_rejected = self._read_reference(model, batch, device)
-        pairs = PreferenceBatch(
+        pairs = preference.PreferenceBatch(
             chosen_logps=chosen,
             rejected_logps=rejected,
             num_chosen_tokens=num_chosen,
             num_rejected_tokens=num_rejected,
             ref_chosen_logps=ref_chosen,
             ref_rejected_logps=ref_rejected,
-            chosen_nll=-sum_logps(outputs.logps, ids, 2 * num_pairs)[:num_pairs] if self.ld_alpha is not None else None,
+            chosen_nll=-preference.sum_logps(outputs.logps, ids, 2 * num_pairs)[:num_pairs]
+            if self.ld_alpha is not None
+            else None,
             mean_chosen_tokens=self.mean_held_out_tokens if mean_chosen_tokens is None else mean_chosen_tokens,
             weights=(
-                compute_wpo_weights(outputs.logps, outputs.log_sum_sq_probs, ids, 2 * num_pairs)
+                preference.compute_wpo_weights(outputs.logps, outputs.log_sum_sq_probs, ids, 2 * num_pairs)
                 if self.use_weighting
                 else None
             ),
         )
-        figures = compute_preference_metrics(pairs, self.options.beta)
+        figures = preference.compute_preference_metrics(pairs, self.options.beta)
         if ref_chosen is not None:
             figures["logps/chosen_shift"] = (chosen.detach() - ref_chosen) / num_chosen
         return PairScores(
-            losses=compute_preference_losses(self.names, self.weights, pairs, self.options),
+            losses=preference.compute_preference_losses(self.names, self.weights, pairs, self.options),
             figures=figures,
             num_targets=num_chosen.sum(),
             num_correct=(outputs.is_top & (ids < num_pairs)).sum(),
@@ -160,7 +153,7 @@ def build_objective(
         record: Record of the run's pairs, with the statistics of the held-out ones; of ``eval_datasets`` if it has no
             held-out pairs of its own.
     """
-    options = PreferenceOptions(
+    options = preference.PreferenceOptions(
         beta=args.beta,
         label_smoothing=config.label_smoothing,
         f_divergence_type=getattr(args.f_divergence_type, "value", args.f_divergence_type),
@@ -239,7 +232,7 @@ class DPOTrainer(PairTrainer):
         # With dropout, the first log-ratios are not 0: the check is skipped.
         self._has_first_scores = not (is_own_reference and objective.needs_reference and args.disable_dropout)
         super().__init__(score=self._score, **kwargs)
-        self.compares_rows = not COMPARING.isdisjoint(objective.names)
+        self.compares_rows = not preference.COMPARING.isdisjoint(objective.names)
         add_loss_head(self.model)
         verify_loss_head(self.model)
         if objective.reference is not None:
