@@ -97,6 +97,7 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(tmp_path, monkeypatc
         (["--gpus_per_node", "8"], "--gpus_per_node: has no effect on stages that run here"),
         (["--gpu", "H100"], "--gpu: has no effect on stages that run here"),
         (["--hours", "1"], "--hours: has no effect on stages that run here"),
+        (["--secret", "HF_TOKEN"], "--secret: has no effect on stages that run here"),
         (["--executor", "slurm", "--num_processes", "8"], "--num_processes: needs --plan"),
         (["--plan", "--num_processes", "0", "--keys"], "--keys: needs --check\n"),
         (["--plan", "--num_processes", "0"], "--num_processes: is 0\n    write a finite number >= 1"),

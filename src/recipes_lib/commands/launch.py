@@ -317,7 +317,7 @@ def _resolve_machines(options: argparse.Namespace, detected: Machines) -> Machin
     names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(options, name)) is not None}
     if "num_machines" in given:
-        given["source"] = f"{given['num_machines']} machines (flags)"
+        given["source"] = f"{pluralize(given['num_machines'], 'machine')} (flags)"
     elif detected == Machines():
         _verify_single_machine(read_environment())
     machines = detected._replace(**given)

@@ -39,7 +39,7 @@ _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
 """Metrics of the table, in order of preference: a stage shows the first that it has."""
 _EXTRAS = {"corpus": ("datatrove", "ftfy", "trafilatura", "warcio"), "eval": ("lm_eval",)}
 """Recipe -> packages of the extra of its name."""
-_OF_EXECUTORS = ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours", "image", "volume", "gpu")
+_OF_EXECUTORS = {**FLAGS["machines"], **FLAGS["clouds"], "gpu": {}}
 """Flags that describe the machines of an executor."""
 
 
@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
-    if unused := [flag for flag in _OF_EXECUTORS if getattr(options, flag) != parser.get_default(flag)]:
+    places = {flag: given.get("dest", flag) for flag, given in _OF_EXECUTORS.items()}
+    if unused := [flag for flag, at in places.items() if getattr(options, at) != parser.get_default(at)]:
         found = "has no effect on stages that run here"
         raise ConfigError(Problem(f"--{unused[0]}", found, "add --plan or --executor, or remove it"))
     # Evaluations run last, after days.

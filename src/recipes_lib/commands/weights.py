@@ -160,7 +160,8 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     name = next(iter(config.architectures or ()), "no architecture")
     architecture: Any = getattr(transformers, name, None)
     if architecture is None:
-        raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}"))
+        remedy = "install the version of transformers that its run has recorded in run.json"
+        raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}", remedy))
     # On the meta device, because the weights of the checkpoint are assigned instead of copied.
     with torch.device("meta"):
         model = architecture(config)

@@ -203,6 +203,13 @@ def test_file_of_law_with_an_invalid_curve_is_refused(curve, scale, tmp_path) ->
     assert "is not a scaling law" in scale("predict", *run, "--fit", tmp_path / "law.json", code=2)
 
 
+@pytest.mark.parametrize("flags", [["plan", "--flops", 1e18], ["predict", "--parameters", 1e6, "--tokens", 1e6]])
+def test_file_of_another_kind_is_refused_with_the_remedy(flags, scale, tmp_path) -> None:
+    for text in ("depth: 2", "{}"):
+        (tmp_path / "law.json").write_text(text)
+        assert "write it by `recipes scale fit`" in scale(*flags, "--fit", tmp_path / "law.json", code=2)
+
+
 def test_both_published_laws_are_reported(scale) -> None:
     output = scale("plan", "--flops", 5.76e23)
     first, second = output.split("Hoffmann et al. 2022, as printed")

@@ -41,6 +41,7 @@ _LEAST_EXPONENT: Final = 0.01
 _DECAY: Final = "write an lr_scheduler_type that decays to the end, such as cosine"
 _SHOWN_SHARES: Final = (0.1, 0.25, 0.5, 0.75)
 """Shares of the steps of an expected curve that are shown."""
+_REFIT: Final = "write it by `recipes scale fit`"
 _TARGET: Final = "target"
 """Name of the stage and of the file of the run that is predicted."""
 
@@ -330,7 +331,7 @@ def _predict_run(options: argparse.Namespace) -> Iterator[Row]:
     Raises:
         ConfigError: No flag describes the run, or as ``_list_fits`` and ``_describe_reach``.
     """
-    counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
+    counts = True if options.fit is None else read_record(options.fit, remedy=_REFIT).get("counts_embeddings", True)
     if options.run:
         run = read_scaling_run(options.run, counts_embeddings=counts)
     elif options.config:
@@ -390,12 +391,13 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
     """Yield the law in a file, or the published laws, which disagree, with their names.
 
     Raises:
-        ConfigError: The file is not one of ``recipes scale fit``.
+        ConfigError: The law in the file is invalid.
+        DataError: The file is not one of ``recipes scale fit``.
     """
     if path is None:
         yield from ((name, Fit(law, [], math.inf)) for name, law in scaling.PUBLISHED.items())
         return
-    record = read_record(path, {"law": dict, "resampled": list, "max_flops": float})
+    record = read_record(path, {"law": dict, "resampled": list, "max_flops": float}, remedy=_REFIT)
 
     def build(values: Mapping[str, Any]) -> Law:
         # Non-finite values are stored as strings.
@@ -407,7 +409,7 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
         fit.predict_curve(Run(*[fit.max_flops] * 3))  # Verifies the curve.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
-        raise ConfigError(Problem("--fit", found, "write it by `recipes scale fit`")) from error
+        raise ConfigError(Problem("--fit", found, _REFIT)) from error
     yield str(path), fit
 
 
