@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.processes import explain_lost_connection
@@ -257,6 +258,15 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
     with pytest.raises(ConfigError, match="broken_rows was 'error' in the run"):
         start_run(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, broken_rows="drop")), ONE)
     assert start_run(config, ONE).resume_from is not None
+
+
+def test_seed_that_is_given_on_resume_is_refused(tmp_path):
+    """Rows are split and ordered by the seed 0 if the key is unset, whatever its default."""
+    start_run(make_config(tmp_path), ONE)
+    write_checkpoint(tmp_path, 5)
+    default = load_table("sft").keys["seed"].default
+    with pytest.raises(ConfigError, match=f"seed was None in the run of this directory and is now {default}"):
+        start_run(make_config(tmp_path, seed=default), ONE)
 
 
 RESUMED = (

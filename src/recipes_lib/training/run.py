@@ -90,8 +90,9 @@ _OTHERS: Final = (
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
-_SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}
-"""Keys that the hardware or the launch file decides if they are unset, whatever their default."""
+_UNSET: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel", "seed"}
+"""Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and the seed of the
+split and the order of rows is 0 (``read_seed``)."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
 
@@ -566,11 +567,11 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
 
 
 def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add defaults of keys that one of two configurations lacks, but not of ``_SWITCHES``."""
+    """Add defaults of keys that one of two configurations lacks, but not of ``_UNSET``."""
     if record.get("stage") != recipe:
         return record, now
     config, keys = record["config"], load_table(recipe).keys
-    defaults = {name: keys[name].default for name in (config.keys() | now.keys()) & (keys.keys() - _SWITCHES)}
+    defaults = {name: keys[name].default for name in (config.keys() | now.keys()) & (keys.keys() - _UNSET)}
     return {**record, "config": {**defaults, **config}}, {**defaults, **now}
 
 
