@@ -91,8 +91,8 @@ _OTHERS: Final = (
 )
 """Keys of frozen models; folders only, since the cache of the Hub has a commit."""
 _UNSET: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel", "seed"}
-"""Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and the seed of the
-split and the order of rows is 0 (``read_seed``)."""
+"""Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and rows are
+split and ordered by the seed 0 (``read_seed``)."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
 
