@@ -21,31 +21,23 @@ import yaml
 from fsspec.utils import glob_translate
 
 from recipes_lib.config.paths import find_cache
-from recipes_lib.data.sources.readers import (
-    TextDocuments,
-    is_disk_failure,
-    read_arrow,
-    read_csv,
-    read_json,
-    read_parquet,
-    read_text,
-)
+from recipes_lib.data.sources import readers
 from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem, ReadFailedError, collect_problems, list_first, raise_problems
 from recipes_lib.files import hash_file, is_inside, read_record, replace_record
 from recipes_lib.processes import warn_once
 
-_JSON_LINES: Final = partial(read_json, may_be_document=False)
+_JSON_LINES: Final = partial(readers.read_json, may_be_document=False)
 READERS: Final[Mapping[str, Callable[..., Iterator[Entry]]]] = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
-    ".json": partial(read_json, may_be_document=True),
-    ".csv": partial(read_csv, delimiter=","),
-    ".tsv": partial(read_csv, delimiter="\t"),
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
-    ".txt": read_text,
-    ".md": read_text,
+    ".json": partial(readers.read_json, may_be_document=True),
+    ".csv": partial(readers.read_csv, delimiter=","),
+    ".tsv": partial(readers.read_csv, delimiter="\t"),
+    ".parquet": readers.read_parquet,
+    ".arrow": readers.read_arrow,
+    ".txt": readers.read_text,
+    ".md": readers.read_text,
 }
 """File suffix -> reader."""
 
@@ -87,7 +79,7 @@ class FileSource:
 
     name: str
     files: Mapping[str, Path]
-    text_documents: TextDocuments = "line"
+    text_documents: readers.TextDocuments = "line"
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
@@ -102,11 +94,11 @@ class FileSource:
             try:
                 with collect_problems(problems), open_file(path) as file:
                     reader = READERS[find_suffix(path)]
-                    options = {"documents": self.text_documents} if reader is read_text else {}
+                    options = {"documents": self.text_documents} if reader is readers.read_text else {}
                     yield from reader(file, label, **options)
             except (OSError, EOFError, lzma.LZMAError) as error:
                 problems.append(_describe_failure(label, path, error))
-                kind = ReadFailedError if is_disk_failure(error) else kind
+                kind = ReadFailedError if readers.is_disk_failure(error) else kind
         raise_problems(problems, self.name, kind)
 
     def fingerprint(self) -> str:
@@ -121,7 +113,7 @@ class FileSource:
         digest = hashlib.sha256()
         for label, path in self.files.items():
             suffix = find_suffix(path)
-            is_joined = READERS[suffix] is read_text and self.text_documents != "line"
+            is_joined = READERS[suffix] is readers.read_text and self.text_documents != "line"
             kind = f"{suffix} {self.text_documents}" if is_joined else suffix
             try:
                 digest.update(kind.encode() + compute_digest(path))
@@ -167,7 +159,11 @@ def find_codec(path: Path) -> str | None:
 
 
 def load_files(
-    path: Path, name: str, split: str, text_documents: TextDocuments = "line", card: Mapping[str, Any] | None = None
+    path: Path,
+    name: str,
+    split: str,
+    text_documents: readers.TextDocuments = "line",
+    card: Mapping[str, Any] | None = None,
 ) -> FileSource:
     """Select the files of a split: a single file is the split ``train``; a folder is split by names as in ``datasets``.
 
@@ -381,7 +377,7 @@ def _label(file: Path, root: Path, name: str) -> str:
 
 
 def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.LZMAError) -> Problem:
-    if is_disk_failure(error):
+    if readers.is_disk_failure(error):
         return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
     remedy = "download it again, or decompress it by its own program"
     return Problem(label, f"not a whole {path.suffix} file: {error}", remedy)

@@ -17,16 +17,7 @@ from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.schedule import agree_until, count_run_tokens, plan_pretraining
 from recipes_lib.quantities import pluralize
-from recipes_lib.training.checkpoints.manifest import (
-    BATCH_KEYS,
-    GENERATION_KEY,
-    Record,
-    find_damage,
-    find_unreadable,
-    is_complete,
-    list_checkpoints,
-    put_aside,
-)
+from recipes_lib.training.checkpoints import manifest
 from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -55,12 +46,12 @@ def list_kept_batch_keys(previous: Mapping[str, Any], now: Mapping[str, Any], da
     def compute_ratio(keys: Mapping[str, Any]) -> float:
         """Return the number of answers that are sampled together, divided by the rows of a step."""
         accumulation: int = read_training(keys, "gradient_accumulation_steps")
-        return (keys.get(GENERATION_KEY) or accumulation) / accumulation
+        return (keys.get(manifest.GENERATION_KEY) or accumulation) / accumulation
 
     if count_rows_per_step(now, data_size) != previous.get("rows_per_step"):
         return set()
     is_same = compute_ratio(now) == compute_ratio(previous.get("config", {}))
-    return {*BATCH_KEYS, GENERATION_KEY} if is_same else set(BATCH_KEYS)
+    return {*manifest.BATCH_KEYS, manifest.GENERATION_KEY} if is_same else set(manifest.BATCH_KEYS)
 
 
 def list_fingerprints(data: Any) -> list[Any]:
@@ -75,7 +66,7 @@ def list_fingerprints(data: Any) -> list[Any]:
     return []
 
 
-def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
+def verify_checkpoint_fits(record: manifest.Record, name: str, launch: Launch) -> None:
     """Raise if this launch cannot load a checkpoint.
 
     Checkpoints of FSDP2, DDP and one process load under each other at any world size; DeepSpeed's do not.
@@ -109,7 +100,9 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
     raise ConfigError(Problem(name, found, f"{remedy}, or {other}"))
 
 
-def keep_batch(config: RecipeConfig, launch: Launch, record: Record, say: Callable[[str], None]) -> RecipeConfig:
+def keep_batch(
+    config: RecipeConfig, launch: Launch, record: manifest.Record, say: Callable[[str], None]
+) -> RecipeConfig:
     """Adjust gradient accumulation so that every step takes the same rows at another world size.
 
     Micro-batches are assigned to ranks in turn, so the rows of step n depend on the global batch size only. The number
@@ -130,13 +123,13 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record, say: Callab
 
     Source: ``tests/distributed/test_resumption.py``.
     """
-    before = {key: record[key] for key in BATCH_KEYS if key in record}
+    before = {key: record[key] for key in manifest.BATCH_KEYS if key in record}
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
     taken = {"gradient_accumulation_steps": rows}
-    if (written := config.training.get(GENERATION_KEY)) is not None:
+    if (written := config.training.get(manifest.GENERATION_KEY)) is not None:
         per_device: int = read_training(before, "per_device_train_batch_size")
-        taken[GENERATION_KEY] = per_device * (record.get(GENERATION_KEY) or written) * data_size
+        taken[manifest.GENERATION_KEY] = per_device * (record.get(manifest.GENERATION_KEY) or written) * data_size
     planned = _share_evenly(config, launch, taken)
     accumulation = planned["gradient_accumulation_steps"]
     accumulated = read_training(before, "gradient_accumulation_steps")
@@ -177,13 +170,13 @@ def agree_on_checkpoint(
     # Ends, because each iteration renames one damaged checkpoint. Every rank makes the same two collective calls per
     # iteration, even after it has found a problem: errors are raised once all ranks know them.
     while True:
-        newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
+        newest = manifest.list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
         checkpoint, main_plan = broadcast_object((newest[0][1] if newest else None, plan))
         problem = _find_disagreement(launch, plan, checkpoint, main_plan)
         damage = None
         if checkpoint is not None and problem is None:
-            damage = find_damage(checkpoint, launch.rank, launch.world_size)
-            problem = find_unreadable(checkpoint) if damage else None
+            damage = manifest.find_damage(checkpoint, launch.rank, launch.world_size)
+            problem = manifest.find_unreadable(checkpoint) if damage else None
         found = gather_objects((problem, damage))
         if problems := [problem for problem, _ in found if problem]:
             raise ConfigError(*merge_alike(problems))
@@ -191,7 +184,7 @@ def agree_on_checkpoint(
         if checkpoint is None or not damages:
             return checkpoint
         if launch.is_main:
-            aside = put_aside(checkpoint, "damaged")
+            aside = manifest.put_aside(checkpoint, "damaged")
             say(f"{checkpoint.name} is damaged: {damages[0]}; it is kept as {aside.name}")
 
 
@@ -306,13 +299,13 @@ def find_common_checkpoint(
     if any(count_run_tokens(run, world_size) is None for run in runs):  # A length in epochs needs the data.
         return None
     now, then = (plan_pretraining(run, world_size) for run in runs)
-    checkpoints = list_checkpoints(Path(config.training["output_dir"]))
+    checkpoints = manifest.list_checkpoints(Path(config.training["output_dir"]))
     # The rows of a step do not depend on the length of the run. ``step + 1``: the optimizer of a checkpoint already has
     # the learning rate of the next step.
     common = (
         path
         for step, path in checkpoints
-        if step < now.num_steps and is_complete(path) and agree_until(now.schedule, then.schedule, step + 1)
+        if step < now.num_steps and manifest.is_complete(path) and agree_until(now.schedule, then.schedule, step + 1)
     )
     return next(common, None)
 
