@@ -24,7 +24,7 @@ from recipes_lib.commands.planning.plan_search import (
     PlannedRun,
     _describe,
     describe_misfit,
-    list_starts,
+    list_launches,
     search_rollouts,
     verify_limits,
     write_plan,
@@ -344,14 +344,14 @@ def test_growing_batch_keeps_several_micro_batches(plan_recipe) -> None:
 
 
 def test_meshes_use_all_gpus_and_stay_within_machines(tiny_model_dir) -> None:
-    starts, refused = list_starts(build_config(), AutoConfig.from_pretrained(tiny_model_dir), 16)
-    for layout, start in starts.items():
-        sizes = start.launch.layout.sizes
+    launches, refused = list_launches(build_config(), AutoConfig.from_pretrained(tiny_model_dir), 16)
+    for layout, planned in launches.items():
+        sizes = planned.launch.layout.sizes
         assert math.prod(sizes.values()) * layout.pipeline_stages in (16, layout.pipeline_stages)
         assert layout.num_gpus == 16
         assert layout.tensor <= 8
-        assert start.document["num_machines"] == 2
-    (hybrid,) = (layout for layout in starts if layout.launch_file == "hsdp")
+        assert planned.document["num_machines"] == 2
+    (hybrid,) = (layout for layout in launches if layout.launch_file == "hsdp")
     assert (hybrid.shards.weights, hybrid.replicas) == (8, 2)
     # The model has two layers and four heads.
     assert refused["ddp stages 4"].found == "2 layers cannot be split into 4 equal chunks"
@@ -410,21 +410,21 @@ def read_launch(folder: Path) -> list[str]:
 def test_written_plan_of_every_layout_passes_check(recipe, least, keys_of, tiny_model_dir, tmp_path, recipes) -> None:
     keys = keys_of(recipe)
     config, model = build_config(recipe, **keys), AutoConfig.from_pretrained(tiny_model_dir)
-    starts, _ = list_starts(config, model, 2)
+    launches, _ = list_launches(config, model, 2)
 
     def is_supported(layout, keys) -> bool:
         with suppress(ConfigError):
-            verify_combination(config.with_training(keys), starts[layout].launch)
+            verify_combination(config.with_training(keys), launches[layout].launch)
             return True
         return False
 
-    found = search(config, model, list(starts), 4, choose_device("H100"), is_supported=is_supported)
+    found = search(config, model, list(launches), 4, choose_device("H100"), is_supported=is_supported)
     best = {one.layout: one for one in reversed(found)}
     assert len(best) >= least
     for layout, one in best.items():
         flags = ["--recipe", recipe, *(f"--{key}={value}" for key, value in keys.items())]
-        write_plan(tmp_path / starts[layout].name, flags, one.keys, layout, starts[layout])
-        recipes("check", *read_launch(tmp_path / starts[layout].name))
+        write_plan(tmp_path / launches[layout].name, flags, one.keys, layout, launches[layout])
+        recipes("check", *read_launch(tmp_path / launches[layout].name))
 
 
 FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100"), ("sft fp16", "1xT4")}

@@ -70,7 +70,7 @@ class PlannedRun(NamedTuple):
     flags: Sequence[str] = ()
 
 
-class Start(NamedTuple):
+class PlannedLaunch(NamedTuple):
     """Launch of a layout.
 
     Attributes:
@@ -101,17 +101,17 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
     # Before the search, which takes longer than finding an invalid schedule.
     steps = _count_steps(run, num_processes)
-    starts, refused = list_starts(config, run.model_config, number, run.options.hardware)
+    launches, refused = list_launches(config, run.model_config, number, run.options.hardware)
 
     find_problems = cache(partial(_find_key_problems, run))
 
     def supports(layout: Layout, keys: Mapping[str, Any]) -> bool:
         for problem in find_problems(keys["gradient_accumulation_steps"] == 1, keys["torch_compile"]):
-            refused.setdefault(starts[layout].name, problem)
+            refused.setdefault(launches[layout].name, problem)
             return False
-        return is_supported(config.with_training(keys), starts[layout], refused)
+        return is_supported(config.with_training(keys), launches[layout], refused)
 
-    found = search(config, run.model_config, list(starts), batch, device, hardware.measured, supports)
+    found = search(config, run.model_config, list(launches), batch, device, hardware.measured, supports)
     if not found:
         problem = f"{batch} rows of an optimizer step cannot be divided among {number} processes"
         undivided = [Problem("--gpus", problem, "name a number that divides them")] if batch % number else []
@@ -124,21 +124,21 @@ def search_plan(run: PlannedRun, hardware: Hardware, num_processes: int) -> Iter
     hours = best.seconds * steps / 3600
     verify_limits(run.options, hours, hardware)
     if run.options.write:
-        write_plan(run.options.write, run.flags, best.keys, best.layout, starts[best.layout])
+        write_plan(run.options.write, run.flags, best.keys, best.layout, launches[best.layout])
     yield from hardware.adapt_to(config.with_training(best.keys)).describe()
     yield "batch", f"{batch:,} rows an optimizer step, the recipe's for {num_processes:,} processes (--num_processes)"
-    candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
+    candidates = [_describe(launches[one.layout].name, one, best) for one in _thin(found)]
     yield from ((UNLABELLED, line) for line in ("", *format_rows([_HEADS, *candidates]), ""))
-    searched = {starts[one.layout].name for one in found}
+    searched = {launches[one.layout].name for one in found}
     yield from _describe_refused({name: why for name, why in refused.items() if name not in searched})
     if best.memory.about:
         yield "memory", best.memory.about
     yield "keys", _join_keys(best.keys)
-    yield "launch", compose_flags(starts[best.layout], best.layout)
+    yield "launch", compose_flags(launches[best.layout], best.layout)
     # A share of 0 on the GPU: FSDP2 with offloading to the host.
     if not best.layout.shards.weights:
         other = next((one for one in found if one.fits and one.layout.shards.weights), None)
-        text = other and f"{starts[other.layout].name}, {other.seconds:.3g} s a step"
+        text = other and f"{launches[other.layout].name}, {other.seconds:.3g} s a step"
         yield from _describe_offload(best, text or _find_change(run, hardware, batch))
     if not steps:
         yield "time", f"{best.seconds:.3g} s a step; for hours, write --num_rows, the packed rows of the training set"
@@ -157,10 +157,10 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, 
             or as ``verify_limits``.
     """
     config, model_config, device = run.config, run.model_config, hardware.device
-    starts, refused = list_starts(config, model_config, hardware.num_gpus, run.options.hardware)
+    launches, refused = list_launches(config, model_config, hardware.num_gpus, run.options.hardware)
     found, verdicts, num_iterations = list[Candidate](), list[str](), 0
-    for layout, start in starts.items():
-        if not is_supported(config, start, refused):
+    for layout, planned in launches.items():
+        if not is_supported(config, planned, refused):
             continue
         for keys in _list_batches(config):
             sized = config.with_training(keys)
@@ -175,7 +175,7 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, 
         seconds = float(f"{one.seconds:.3g}")
         keys = {**keys, **(list_keys(plan.checkpointing) if plan.choices else {})}
         found.append(Candidate(layout, keys, plan, fits, {"iteration": seconds}))
-        verdicts.append(f"{start.name} {plan.peak / 1e9:.1f} GB, {f'{seconds:g} s' if fits else 'does not fit'}")
+        verdicts.append(f"{planned.name} {plan.peak / 1e9:.1f} GB, {f'{seconds:g} s' if fits else 'does not fit'}")
     if not found:
         raise ConfigError(*refused.values())
     # `min` takes the first of equals, which shards least.
@@ -185,13 +185,13 @@ def search_rollouts(run: PlannedRun, hardware: Hardware) -> tuple[RecipeConfig, 
         if least.peak > device.memory:
             raise ConfigError(describe_misfit(run, hardware, least.peak / 1e9))
         raise ConfigError(describe_engine("--gpus", least, run.options.gpus))
-    start = starts[best.layout]
+    planned = launches[best.layout]
     billed = hardware._replace(num_gpus=count_gpus(config, hardware.num_gpus))
     verify_limits(run.options, best.seconds * num_iterations / 3600, billed)
     if run.options.write:
-        write_plan(run.options.write, run.flags, best.keys, best.layout, start)
+        write_plan(run.options.write, run.flags, best.keys, best.layout, planned)
     rows = [("keys", _join_keys(best.keys))] if best.keys else []
-    rows = [("layouts", "; ".join(verdicts)), *rows, ("launch", compose_flags(start, best.layout))]
+    rows = [("layouts", "; ".join(verdicts)), *rows, ("launch", compose_flags(planned, best.layout))]
     return config.with_training(best.keys), best.memory, rows
 
 
@@ -245,15 +245,15 @@ def _describe_offload(best: Candidate, other: str) -> Iterator[Row]:
     yield "without it", other
 
 
-def list_starts(
+def list_launches(
     config: RecipeConfig, model_config: PreTrainedConfig, number: int, only: str | None = None
-) -> tuple[dict[Layout, Start], dict[str, Problem]]:
+) -> tuple[dict[Layout, PlannedLaunch], dict[str, Problem]]:
     """Return the launch of each layout of ``number`` GPUs, and by name the problem of each unsupported layout.
 
     Raises:
         ConfigError: No layout has the launch file ``only``.
     """
-    starts, refused = dict[Layout, Start](), dict[str, Problem]()
+    launches, refused = dict[Layout, PlannedLaunch](), dict[str, Problem]()
     meshes, wanted = list(_list_meshes(number)), only and find_launch_file(only)
     known = ", ".join(dict.fromkeys(name for name, _, _ in meshes))
     meshes = [mesh for mesh in meshes if wanted in (None, find_launch_file(mesh[0]))]
@@ -278,16 +278,16 @@ def list_starts(
             refused[name] = error.problems[0]
         else:
             # Pipeline parallelism needs at least as many micro-batches as stages.
-            starts[build_layout(launch, file, stages)] = Start(name, document, launch)
-    return starts, refused
+            launches[build_layout(launch, file, stages)] = PlannedLaunch(name, document, launch)
+    return launches, refused
 
 
-def is_supported(config: RecipeConfig, start: Start, refused: dict[str, Problem]) -> bool:
+def is_supported(config: RecipeConfig, planned: PlannedLaunch, refused: dict[str, Problem]) -> bool:
     """Return whether a layout supports a run; if not, its problem is added to ``refused`` by its name."""
     try:
-        verify_combination(config, start.launch, start.name)
+        verify_combination(config, planned.launch, planned.name)
     except ConfigError as error:
-        refused.setdefault(start.name, error.problems[0])
+        refused.setdefault(planned.name, error.problems[0])
         return False
     return True
 
@@ -426,15 +426,15 @@ def _find_change(run: PlannedRun, hardware: Hardware, batch: int) -> str:
     axes = [changes for changes in _list_axes(config, run.model_config, hardware.num_gpus, batch) if changes]
 
     # Of the changes, layouts depend on the number of GPUs alone.
-    find_starts = cache(lambda count: list_starts(config, run.model_config, count)[0])
+    find_launches = cache(lambda count: list_launches(config, run.model_config, count)[0])
 
     def list_plans(chosen: Sequence[_Change]) -> Iterator[MemoryPlan]:
         changed, count = config, hardware.num_gpus
         for change in chosen:
             changed, count = change.apply(changed), count * change.factor
         # Sharded first, because that fits more often.
-        for layout, start in reversed(find_starts(count).items()):
-            if start.name in REPLICATED_OR_SHARDED and is_supported(changed, start, {}):
+        for layout, planned in reversed(find_launches(count).items()):
+            if planned.name in REPLICATED_OR_SHARDED and is_supported(changed, planned, {}):
                 yield plan_memory(changed, run.model_config, layout, device_bytes=size)
 
     def fits(chosen: Sequence[_Change]) -> bool:
@@ -517,23 +517,25 @@ def _join_keys(keys: Mapping[str, Any]) -> str:
     return shlex.join(word for key, value in keys.items() for word in (f"--{key}", json.dumps(value)))
 
 
-def compose_flags(start: Start, layout: Layout, file: str = "") -> str:
+def compose_flags(planned: PlannedLaunch, layout: Layout, file: str = "") -> str:
     """Return the flags of ``recipes launch`` for a layout.
 
     Args:
-        start: Launch of the layout.
+        planned: Launch of the layout.
         layout: The layout.
         file: Quoted path of a written launch file; empty for the shipped one, whose changes are then given in words.
     """
-    sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
-    sizes += ["mixed_precision fp16"] if start.launch.precision == "fp16" else []
+    sizes = [f"{name}_size {size}" for name, size in planned.launch.layout.sizes.items()]
+    sizes += ["mixed_precision fp16"] if planned.launch.precision == "fp16" else []
     changes = f" with {', '.join(sizes)}" if sizes and not file else ""
     # A flag, because launch files of accelerate have no key for pipeline stages.
     stages = f" --pipeline_stages {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
-    return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{changes}"
+    return f"--hardware {file or layout.launch_file} --num_processes {planned.launch.world_size}{stages}{changes}"
 
 
-def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], layout: Layout, start: Start) -> None:
+def write_plan(
+    folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], layout: Layout, planned: PlannedLaunch
+) -> None:
     """Write the launch file of a plan, the keys that it sets, and the command that starts the run.
 
     Args:
@@ -541,12 +543,12 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
         recipe: Recipe and keys of the run, as flags.
         keys: Keys that the plan sets.
         layout: Layout of the plan.
-        start: Launch of the layout.
+        planned: Launch of the layout.
     """
     with explain_write_errors(folder, "name another folder after --write"):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
+        for name, content in (("accelerate.yaml", dict(planned.document)), ("keys.yaml", dict(keys))):
             replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
-        flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
+        flags = compose_flags(planned, layout, shlex.quote(str(folder / "accelerate.yaml")))
         words = ["recipes launch", shlex.join(drop_flags(recipe, keys)), _join_keys(keys), flags]
         replace_text(folder / "launch.sh", " ".join(filter(None, words)) + "\n")
