@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from tests.training.configurations import build_recipe
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, RecipeConfig, TokensConfig
-from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, DivergedError, LostPeerError, PreemptedError
 from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.processes import explain_lost_connection
@@ -232,13 +231,13 @@ def test_output_dir_of_other_config_is_refused_with_changed_keys(tmp_path, ended
             pass
     else:
         write_checkpoint(tmp_path, 5)
-    # `project` may change, and its name begins that of another key.
-    changed = {"learning_rate": 2e-5, "projection_learning_rate": 0.01}
+    # `project` may change, and its name begins that of another key. An unset seed is 0 for rows, whatever its default.
+    changed = {"learning_rate": 2e-5, "projection_learning_rate": 0.01, "seed": 42}
     other = make_config(tmp_path, tokens=TokensConfig(max_length=64, packing=False), **changed)
     with pytest.raises(ConfigError) as caught:
         start_run(other, ONE)
     names = [problem.found.split()[0] for problem in caught.value.problems]
-    assert names == ["learning_rate", "max_length", "packing", "projection_learning_rate"]
+    assert names == ["learning_rate", "max_length", "packing", "projection_learning_rate", "seed"]
     assert "1e-05" in str(caught.value)
 
 
@@ -258,15 +257,6 @@ def test_key_missing_in_older_record_has_its_default(tmp_path):
     with pytest.raises(ConfigError, match="broken_rows was 'error' in the run"):
         start_run(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, broken_rows="drop")), ONE)
     assert start_run(config, ONE).resume_from is not None
-
-
-def test_seed_that_is_given_on_resume_is_refused(tmp_path):
-    """Rows are split and ordered by the seed 0 if the key is unset, whatever its default."""
-    start_run(make_config(tmp_path), ONE)
-    write_checkpoint(tmp_path, 5)
-    default = load_table("sft").keys["seed"].default
-    with pytest.raises(ConfigError, match=f"seed was None in the run of this directory and is now {default}"):
-        start_run(make_config(tmp_path, seed=default), ONE)
 
 
 RESUMED = (
