@@ -83,6 +83,12 @@ def test_prose_is_unchanged():
     assert apply_quality(ENGLISH) == (None, ENGLISH)
 
 
+def test_dashes_and_urls_of_one_site_are_no_repetition():
+    """As by the words of spaCy, with which datatrove keeps this text."""
+    lines = [f"{line.strip()} -- https://example.org/docs/{n}." for n, line in enumerate(ENGLISH.split(". "))]
+    assert apply_quality("\n".join(lines))[0] is None
+
+
 def test_thresholds_can_be_changed_and_filters_disabled():
     short = " ".join(ENGLISH.split()[:40]) + "."
     assert apply_quality(short)[0] == "gopher_quality gopher_short_doc"
@@ -127,6 +133,8 @@ def test_preset_of_every_kind_can_be_built():
 def test_regex_tokenizer():
     tokenizer = RegexTokenizer()
     assert tokenizer.word_tokenize("It's a well-read cat, no?") == ["It's", "a", "well-read", "cat", ",", "no", "?"]
+    links = "See https://a.org/b?c=1 -- or ... it's -5"
+    assert tokenizer.word_tokenize(links) == ["See", "https://a.org/b?c=1", "--", "or", "...", "it's", "-", "5"]
     assert tokenizer.sent_tokenize('One. "Two!" Three?') == ["One.", '"Two!', "Three?"]
     assert tokenizer.sent_tokenize("一。「二！」三？！四") == ["一。", "「二！", "三？！", "四"]
     assert tokenizer.sent_tokenize("One. \n") == ["One."]

@@ -120,6 +120,14 @@ def test_empty_tail_is_finite(beta: float) -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_token_whose_probability_underflows_has_the_divergence_of_the_whole_vocabulary(beta: float) -> None:
+    teacher, student = torch.tensor([[0.0, -200.0, -1.0]]), torch.tensor([[-150.0, 0.0, -149.0]])
+    top = compute_top_logps(teacher, torch.eye(3), torch.zeros(1, dtype=torch.int64), k=3, temperature=1.0)
+    expected = dense_divergence(teacher.log_softmax(-1), student.log_softmax(-1), beta)
+    torch.testing.assert_close(compute_top_divergence(student, top, beta)[0], expected)
+
+
 def test_top_k_allocates_at_most_one_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk, vocabulary, num_tokens = 8, 1000, 64
     monkeypatch.setattr("recipes_lib.losses.projection.CHUNK_BYTES", 4 * chunk * vocabulary)

@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DiffLlamaConfig,
     FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -193,3 +194,10 @@ def test_features_are_those_of_queries_and_keys(name: str, queries: float, keys:
     found = [count_attended(CONFIGS[name], 1, of_keys=of_keys) / 3 / 2 for of_keys in (False, True)]
     assert found == pytest.approx([queries, keys])
     assert count_attended(MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3), 1, of_keys=True) == 0
+
+
+def test_differential_attention_weighs_the_values_of_two_heads_and_caches_them_once() -> None:
+    """By each distribution over the keys: Ye et al. 2024, "Differential Transformer", equation 1."""
+    config = DiffLlamaConfig(**SMALL)
+    found = [count_attended(config, 1, of_keys=of_keys) for of_keys in (False, True)]
+    assert found == [3 * 4 * (16 + 2 * 16), 3 * 2 * (16 + 16)]

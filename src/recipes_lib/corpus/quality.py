@@ -37,14 +37,16 @@ PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
 )
 """Kind of source -> filter -> its thresholds."""
 
-# Marks are matched after letters only, so that texts without marks take hardly more time.
-_WORD: Final = re.compile(rf"\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|[^\w\s]")
+# A URL, or a run of dashes or full stops, is one word, as for spaCy, which datatrove uses for English: as several ones,
+# they would count as repetition and as words without letters. Marks are matched after letters only, so that texts
+# without marks take hardly more time.
+_WORD: Final = re.compile(rf"\w+://\S+|\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|--+|\.\.+|[^\w\s]")
 # No space follows a sentence in Chinese and Japanese.
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|(?<=[。！？])(?![。！？])[\"'”’)\]」』）]*\s*")
 
 
 class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
-    """Words and sentences by regular expressions; datatrove's own tokenizers download models."""
+    """Words and sentences by regular expressions; datatrove's own tokenizers need spaCy, or download models."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return words and punctuation marks."""
@@ -156,7 +158,7 @@ def _load(load: LoadScorer, path: str) -> Score:
 class Perplexity:
     """Perplexity filter: removes documents by their bits per byte under a language model.
 
-    Source: Wenzek et al. 2020 (CCNet), section 3.5, whose buckets are thirds by perplexity per token. Bits per byte
+    Source: Wenzek et al. 2020 (CCNet), section 3.4, whose buckets are thirds by perplexity per token. Bits per byte
     depend neither on the tokenizer nor on the length of a document.
     """
 

@@ -294,13 +294,12 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
     """
     # Unnormalised softmax: exponentials (n, C), those of the top k tokens (n, k), and the sum of all others (n, 1).
     top = student_logits.amax(dim=-1, keepdim=True)
-    masses = student_logits.sub_(top).exp_()
-    picked = masses.gather(1, teacher.ids)
+    log_picked = student_logits.sub_(top).gather(1, teacher.ids)
+    masses, picked = student_logits.exp_(), log_picked.exp()
     rest = masses.scatter_(1, teacher.ids, 0.0).sum(dim=-1, keepdim=True)
-    # An outcome may underflow to 0 in float32; its logarithm is then that of the smallest normal number.
-    tiny = torch.finfo(masses.dtype).tiny
-    rest, total = rest.clamp(min=tiny), rest + picked.sum(dim=-1, keepdim=True)
-    student_logps = (torch.cat([picked.clamp(min=tiny), rest], dim=-1)).log_().sub_(total.log())
+    # The tail may underflow to 0 in float32; its logarithm is then that of the smallest normal number.
+    rest, total = rest.clamp(min=torch.finfo(rest.dtype).tiny), rest + picked.sum(dim=-1, keepdim=True)
+    student_logps = torch.cat([log_picked, rest.log()], dim=-1).sub_(total.log())
     teacher_logps = torch.cat([teacher.logps, teacher.log_tails[:, None]], dim=-1)
     values, slopes = compute_divergence(teacher_logps.to(student_logps.dtype), student_logps, beta)
     # Backward of log-softmax over the k + 1 outcomes; the slope of the tail is divided among its tokens in proportion
@@ -379,9 +378,9 @@ def compute_relation_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int
         lengths: Tokens of each document; their sum is ``N``.
         kind: Key of ``RELATIONS``.
 
-    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4) for ``similarity``; Park et al. 2019 (arXiv 1904.05068), RKD-D
-        (eq. 5 to 7) and RKD-A (eq. 8 to 10), with means as in its code; tokens replace examples, documents batches.
-        ``tests/losses/test_layers.py``.
+    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4) for ``similarity``, but there the rows of inner products have
+        unit length, here the states; Park et al. 2019 (arXiv 1904.05068), RKD-D (eq. 5 to 7) and RKD-A (eq. 8 to 10),
+        with means as in its code; tokens replace examples, documents batches. ``tests/losses/test_layers.py``.
     """
     student, teacher = _widen(student), _widen(teacher.detach())
     # Connected to the graph even without documents, so that backward reaches the same parameters on every rank.

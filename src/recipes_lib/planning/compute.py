@@ -244,7 +244,10 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
         if layer_type in _ATTENTION:
             window = getattr(layer, _ATTENTION[layer_type], None) or sequence_length
             heads = (of_keys and getattr(layer, "num_key_value_heads", None)) or layer.num_attention_heads
-            number += min(sequence_length, window) * heads * sum(find_head_dims(layer))
+            score_dim, value_dim = find_head_dims(layer)
+            # DiffLlama weighs the values of two heads by each distribution, but caches them once.
+            value_dim *= 2 if config.model_type == "diffllama" and not of_keys else 1
+            number += min(sequence_length, window) * heads * (score_dim + value_dim)
     return number
 
 
@@ -264,7 +267,8 @@ _ATTENTION: Final = {
     "indexed_attention": "index_topk",
 }
 """Layer types with attention -> key with the largest number of keys of a query. Others have a recurrence, a convolution
-or an MLP alone, whose FLOPs beside those of weights are few."""
+or an MLP alone, whose FLOPs beside those of weights are few. Not counted: the scores by which sparse attention selects
+its keys, of all tokens, and compressed attention (DeepSeek V4)."""
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

@@ -157,7 +157,8 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-_BIAS_OR_NORM: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)")
+_WITHOUT_DECAY: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)|\ba_log$")
+"""Lower-case names of biases, norms, and the logarithms of decay rates, ``A_log``, of Mamba and Kimi Linear."""
 
 _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
     ("bitsandbytes", "pip install bitsandbytes", " ".join(BITSANDBYTES)),
@@ -208,21 +209,22 @@ _TEXT_ARGUMENTS: Final = re.compile(
 def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
     """Return the names of the parameters with weight decay: matrices, and optionally embeddings.
 
-    Biases and norms never decay. A tied embedding is listed once, as in ``named_parameters``.
+    Biases and norms never decay, nor does ``A_log`` of Mamba, which is no matrix, as in its authors' code. A tied
+    embedding is listed once, as in ``named_parameters``.
 
     Args:
         model: The model, wrapped or not.
         decay_embeddings: Whether input, position and output embeddings decay.
 
-    Source: transformers ``Trainer.get_decay_parameter_names``, which also decays embeddings and norms of unknown names;
-    ``tests/training/optim/test_optimizers.py``.
+    Source: transformers ``Trainer.get_decay_parameter_names``, which also decays embeddings, norms of unknown names and
+    ``A_log``; ``tests/training/optim/test_optimizers.py``.
     """
     embeddings = _find_embeddings(model)
     return [
         name
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2
-        and not _BIAS_OR_NORM.search(name.lower())
+        and not _WITHOUT_DECAY.search(name.lower())
         and (decay_embeddings or id(parameter) not in embeddings)
     ]
 
