@@ -73,6 +73,7 @@ from recipes_lib.training.checkpoints.resume import (
     list_fingerprints,
     list_kept_batch_keys,
     verify_checkpoint_fits,
+    verify_shared,
 )
 from recipes_lib.training.collectives import broadcast_object, is_true_on_main
 from recipes_lib.training.guards.step_guard import read_rollbacks
@@ -99,15 +100,16 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
-    "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
+    "other_weights": "the weights of the reward model, critic, reference, teacher, initial adapter or `ewc_reference`",
     "tokenizer": "the files of the tokenizer",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
     *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
+    "critic_model_name_or_path",
     "adapter_name_or_path",  # DPO's reference is the policy at its start.
 )
-"""Keys of frozen models; folders only, since the cache of the Hub has a commit."""
+"""Keys of further models; folders only, since the cache of the Hub has a commit."""
 _SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}
 """Keys that the hardware or the launch file decides if they are unset, whatever their default."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
@@ -166,6 +168,8 @@ class Run:
             # Caches of the Hub may have different files of a commit, such as weights in two formats.
             plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
         plan["the SHA-256 of this library"] = compute_key(hash_files(Path(__file__).parents[1], ("**/*.py",)))
+        if self.config.read("save_strategy") != "no":
+            verify_shared(self.output_dir, self.launch, say)
         checkpoint = agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.name}")
