@@ -106,8 +106,7 @@ _INPUTS: Final = {
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
     *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
-    "critic_model_name_or_path",
-    "adapter_name_or_path",  # DPO's reference is the policy at its start.
+    *("critic_model_name_or_path", "adapter_name_or_path"),  # DPO's reference is the policy at its start.
 )
 """Keys of further models; folders only, since the cache of the Hub has a commit."""
 _SWITCHES: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel"}

@@ -7,7 +7,6 @@ import hashlib
 import math
 import platform
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +20,6 @@ from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints.manifest import (
     BATCH_KEYS,
     GENERATION_KEY,
-    STAGING,
     Record,
     find_damage,
     find_unreadable,
@@ -171,14 +169,13 @@ def verify_shared(output_dir: Path, launch: Launch, say: Callable[[str], None]) 
     Raises:
         ConfigError: A machine does not see them, and every process writes its shards.
     """
-    probe = output_dir / STAGING / "visible"
+    probe = output_dir / "_visible"
     if launch.is_main:
-        probe.parent.mkdir(exist_ok=True)
         probe.touch()
     broadcast_object(None)  # The main process has created the file.
     names = ", ".join(sorted({*filter(None, gather_objects(None if probe.is_file() else platform.node()))}))
     if launch.is_main:
-        shutil.rmtree(probe.parent)
+        probe.unlink()
     found, remedy = f"{names} does not see checkpoints", "put output_dir on storage that all machines share"
     if names and (launch.engine or launch.part):
         raise ConfigError(Problem("output_dir", found, remedy))
