@@ -133,7 +133,9 @@ def test_without_launcher_no_process_is_dead(monkeypatch):
     processes.record_failure(ValueError(), 1)
     assert processes.find_dead_process() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "another process ended" in str(processes.explain_lost_connection(RuntimeError("Broken pipe"), seconds=0))
+    closed = RuntimeError("Connection closed by peer [10.0.0.2]:1234. This is typically caused by")
+    found = "another process ended: see its output for the reason (Connection closed by peer [10.0.0.2]:1234)"
+    assert processes.explain_lost_connection(closed, seconds=0) == found
 
 
 @pytest.mark.parametrize("world_size", [None, "1", "x"])

@@ -250,7 +250,8 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
         return f"{name} has not answered in time ({words.splitlines()[0]}): it hangs, or raise ddp_timeout"
     if lost is None and (failure := await_failure(_SECONDS_TO_TELL)) is not None:
         lost = failure[1]
-    return lost or "another process ended: see its output for the reason"
+    # gloo's first sentence has the address of its machine.
+    return lost or f"another process ended: see its output for the reason ({words.partition('. ')[0].splitlines()[0]})"
 
 
 def _count_affinity() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from tests.training.configurations import build_recipe
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +33,7 @@ from recipes_lib.training.checkpoints.sharded import (
     verify_shards,
 )
 from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.run import Run
 
 MOMENTS = {
     "flush": (manifest, "fsync", 1),
@@ -118,34 +121,27 @@ def choose(output_dir: Path) -> None:
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 
-def dry_run(args: TrainingArguments, *, is_shared: bool) -> None:
-    """Make the dry run of a checkpoint, of which the main process, or with ``is_shared`` each, writes a file."""
-    saver = CheckpointSaver(args, print if args.process_index == 0 else str, engine="FSDP" if is_shared else "")
-
-    def stage(name: str) -> Staged:
-        folder = saver.open(1, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        tasks = [partial((folder / f"rng_state_{args.process_index}.pth").write_bytes, bytes(100))]
-        return Staged(folder, 1, tasks, lambda: None)
-
+def start(output_dir: Path, how: str) -> None:
+    """Start a run, on a disk of its own (``apart``), with shards, or ``unsaved``; print its error."""
+    launch = dataclasses.replace(read_launch(), engine="FSDP" if "shards" in how else "")
+    output_dir /= str(launch.rank) if "apart" in how else ""
+    output_dir.mkdir(exist_ok=True)
+    config = build_recipe({"output_dir": str(output_dir)} | ({"save_strategy": "no"} if "unsaved" in how else {}))
     try:
-        saver.dry_run(stage, lambda: 100, num_steps=4, num_epochs=None, model_bytes=100)
+        Run(config, output_dir, launch, None, finished=False).choose_checkpoint()
     except ConfigError as error:
-        sys.stdout.write(f"process {args.process_index} ended: {error}\n")
+        sys.stdout.write(f"process {launch.rank} ended: {error}\n")
 
 
 def main() -> None:
-    """Save two checkpoints, the second with the fault, and print errors; or ``choose`` one, or make a dry run."""
+    """Save two checkpoints, the second with the fault, and print errors; or ``choose`` one, or ``start`` a run."""
     output_dir, fault = Path(sys.argv[1]), sys.argv[2]
     args = TrainingArguments(output_dir=str(output_dir), use_cpu=True, report_to="none")
     if fault == "choose":
         choose(output_dir)
         return
-    if fault in ("together", "apart", "shards apart"):
-        if fault != "together":
-            args.output_dir = str(output_dir / str(args.process_index))
-            Path(args.output_dir).mkdir()
-        dry_run(args, is_shared=fault == "shards apart")
+    if fault.endswith(("together", "apart")):
+        start(output_dir, fault)
         return
     model, optimizer = build()
     sharded_states.safe_open = LoggedFile

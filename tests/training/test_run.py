@@ -381,7 +381,7 @@ def test_resumed_run_must_have_the_same_weights_at_any_path(tmp_path, monkeypatc
         with pytest.raises(ConfigError, match="in the run of this directory and is now"):
             choose(tmp_path / "missing")
     write(3.0)
-    named = "`model_name_or_path`" if kind in ("Hub", "model") else "the (tokenizer|reward model, reference, teacher)"
+    named = "`model_name_or_path`" if kind in ("Hub", "model") else "the (tokenizer|reward model, critic)"
     with pytest.raises(ConfigError, match=f"the (weights|files) of {named}.* are not those that this run began"):
         choose(base)
     write(2.0)

@@ -81,15 +81,15 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
-    "other_weights": "the weights of the reward model, reference, teacher or initial adapter, or of `ewc_reference`",
+    "other_weights": "the weights of the reward model, critic, reference, teacher, initial adapter or `ewc_reference`",
     "tokenizer": "the files of the tokenizer",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
 _OTHERS: Final = (
     *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
-    "adapter_name_or_path",  # DPO's reference is the policy at its start.
+    *("critic_model_name_or_path", "adapter_name_or_path"),  # DPO's reference is the policy at its start.
 )
-"""Keys of frozen models; folders only, since the cache of the Hub has a commit."""
+"""Keys of further models; folders only, since the cache of the Hub has a commit."""
 _UNSET: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel", "seed"}
 """Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and rows are
 split and ordered by the seed 0 (``read_seed``)."""
@@ -149,6 +149,8 @@ class Run:
             # Caches of the Hub may have different files of a commit, such as weights in two formats.
             plan[f"the SHA-256 of {_INPUTS['weights']}"] = commit
         plan["the SHA-256 of this library"] = compute_key(hash_files(Path(__file__).parents[1], ("**/*.py",)))
+        if self.config.read("save_strategy") != "no":
+            resume.verify_shared(self.output_dir, self.launch, say)
         checkpoint = resume.agree_on_checkpoint(self.resume_from, self.launch, plan, say)
         if checkpoint is not None:
             say(f"resumed from {checkpoint.name}")

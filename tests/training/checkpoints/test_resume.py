@@ -282,14 +282,15 @@ def test_only_checkpoint_that_is_incomplete_is_ignored_with_the_reason(name, rea
 def simulate_rank_1(monkeypatch):
     """Simulate rank 1 of 2, with the values that rank 0 broadcasts; return what this rank gathers."""
 
-    def simulate(checkpoint, plan):
+    def simulate(checkpoint, plan, source=None):
         gathered = []
 
         def gather(own):
             gathered.append(own)
             return [(None, None), own]
 
-        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, plan))
+        seen = checkpoint and resumption._see(source or checkpoint)
+        monkeypatch.setattr(resumption, "broadcast_object", lambda _: (checkpoint, plan, seen))
         monkeypatch.setattr(resumption, "gather_objects", gather)
         return gathered
 
@@ -299,8 +300,18 @@ def simulate_rank_1(monkeypatch):
 SECOND = Launch(rank=1, local_rank=1, world_size=2, engine="")
 
 
-def test_checkpoint_invisible_to_a_rank_is_rejected(tmp_path, simulate_rank_1):
-    gathered = simulate_rank_1(tmp_path / "checkpoint-3", {})
+@pytest.mark.parametrize("other", [None, "shorter", "of another run"])
+def test_checkpoint_that_a_rank_does_not_see_as_rank_0_does_is_rejected(tmp_path, simulate_rank_1, other):
+    """Otherwise replicas would resume from different states, or rank 0 take its checkpoint for damaged."""
+    for name in ("0", *(["1"] if other else [])):
+        (tmp_path / name).mkdir()
+        checkpoint = write_checkpoint(tmp_path / name, 3)
+    if other == "shorter":
+        (checkpoint / "model.safetensors").write_bytes(b"w")
+    elif other:
+        write_complete(checkpoint, step=3, run={"started": "earlier"})
+    # Before the plan is compared, which depends on the checkpoint.
+    gathered = simulate_rank_1(tmp_path / "1" / "checkpoint-3", {"seed": 1}, tmp_path / "0" / "checkpoint-3")
     with pytest.raises(
         ConfigError, match=r"process 1: on .* does not see .*checkpoint-3.*\n.*storage that all machines share"
     ):
@@ -354,7 +365,8 @@ def test_run_compares_keys_and_versions_of_all_ranks(tmp_path, simulate_rank_1, 
     [
         ("the rows of the dataset", None),
         ("the weights of `model_name_or_path`", "model/model.safetensors"),
-        ("the weights of the reward model, reference, teacher", "teacher/model.safetensors"),
+        ("the weights of the reward model, critic, reference, teacher", "teacher/model.safetensors"),
+        ("the weights of the reward model, critic, reference, teacher", "critic/model.safetensors"),
         ("the files of the tokenizer", "model/chat_template.jinja"),
         ("this library", "library/training/run.py"),
     ],
@@ -366,7 +378,8 @@ def test_run_compares_contents_of_all_ranks(tmp_path, monkeypatch, what, file):
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "library/training/run.py"))
     (tmp_path / "model").mkdir()
     model = ModelConfig(model_name_or_path=str(tmp_path / "model"))
-    keys = {"output_dir": str(tmp_path / "out"), "teacher_model_name_or_path": str(tmp_path / "teacher")}
+    keys = {f"{name}_model_name_or_path": str(tmp_path / name) for name in ("teacher", "critic")}
+    keys["output_dir"] = str(tmp_path / "out")
     for content in ("a", "b"):
         if file:
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,31 @@ def keep_batch(
     return config
 
 
+def verify_shared(output_dir: Path, launch: Launch, say: Callable[[str], None]) -> None:
+    """Verify that all machines see the main process's files; every process must call, before checkpoints are written.
+
+    Args:
+        output_dir: Output directory of the run.
+        launch: Launch of this process, with its process group initialised.
+        say: Logger for a line, if one does not and the main process writes checkpoints alone.
+
+    Raises:
+        ConfigError: A machine does not see them, and every process writes its shards.
+    """
+    probe = output_dir / "_visible"
+    if launch.is_main:
+        probe.touch()
+    broadcast_object(None)  # The main process has created the file.
+    names = ", ".join(sorted({*filter(None, gather_objects(None if probe.is_file() else platform.node()))}))
+    if launch.is_main:
+        probe.unlink()
+    found, remedy = f"{names} does not see checkpoints", "put output_dir on storage that all machines share"
+    if names and (launch.engine or launch.part):
+        raise ConfigError(Problem("output_dir", found, remedy))
+    if names:
+        say(f"no resume: {found}; {remedy}")
+
+
 def agree_on_checkpoint(
     resume_from: Path | None, launch: Launch, plan: Mapping[str, Any], say: Callable[[str], None]
 ) -> Path | None:
@@ -164,15 +189,16 @@ def agree_on_checkpoint(
         say: Logger for one line per damaged checkpoint.
 
     Raises:
-        ConfigError: A process does not see the checkpoint or cannot read a file of it, or its plan differs from that of
-            the main process.
+        ConfigError: A process does not see the main process's checkpoint or cannot read a file of it, or its plan
+            differs from that of the main process.
     """
     # Ends, because each iteration renames one damaged checkpoint. Every rank makes the same two collective calls per
     # iteration, even after it has found a problem: errors are raised once all ranks know them.
     while True:
         newest = manifest.list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
-        checkpoint, main_plan = broadcast_object((newest[0][1] if newest else None, plan))
-        problem = _find_disagreement(launch, plan, checkpoint, main_plan)
+        own = newest[0][1] if newest else None
+        checkpoint, main_plan, main_view = broadcast_object((own, plan, own and _see(own)))
+        problem = _find_disagreement(launch, plan, checkpoint, main_plan, main_view)
         damage = None
         if checkpoint is not None and problem is None:
             damage = manifest.find_damage(checkpoint, launch.rank, launch.world_size)
@@ -188,11 +214,22 @@ def agree_on_checkpoint(
             say(f"{checkpoint.name} is damaged: {damages[0]}; it is kept as {aside.name}")
 
 
+def _see(checkpoint: Path) -> object:
+    """Return the manifest of a checkpoint, or why this process finds it incomplete."""
+    return manifest.find_wrong_size(checkpoint) or manifest.read_complete(checkpoint)
+
+
 def _find_disagreement(
-    launch: Launch, plan: Mapping[str, Any], checkpoint: Path | None, main_plan: Mapping[str, Any]
+    launch: Launch, plan: Mapping[str, Any], checkpoint: Path | None, main_plan: Mapping[str, Any], main_view: object
 ) -> Problem | None:
     """Return how this process's plan or file system differs from the main process's; ``None`` if they agree."""
     name, host = f"process {launch.rank}", platform.node()
+    # On a disk of its own, a machine may have a checkpoint of another run, or a part of a copy. First, because the plan
+    # depends on the checkpoint that a process sees.
+    if checkpoint is not None and _see(checkpoint) != main_view:
+        found = f"on {host} does not see {checkpoint} with the files from which the main process resumes"
+        remedy = "put output_dir on storage that all machines share, or copy this folder there"
+        return manifest.find_unreadable(checkpoint) or Problem(name, found, remedy)
     # Gradients are averaged, but every rank updates its own weights: with another learning rate they would diverge.
     differing = [
         f"{key} is {plan.get(key)!r} and {main_plan.get(key)!r} on the main process"
@@ -202,11 +239,8 @@ def _find_disagreement(
     if differing:
         remedy = "start every machine with the same command, files and packages"
         return Problem(name, f"on {host}: {list_first(differing)}", remedy)
-    if checkpoint is not None and not checkpoint.is_dir():
-        if launch.is_main:  # As a link to a disk that is not mounted.
-            return Problem(str(checkpoint), "is neither a folder nor a link to one", "restore it, or delete it")
-        found = f"on {host} does not see {checkpoint}, from which the main process resumes"
-        return Problem(name, found, "put output_dir on storage that all machines share, or copy this folder there")
+    if checkpoint is not None and not checkpoint.is_dir():  # As a link to a disk that is not mounted.
+        return Problem(str(checkpoint), "is neither a folder nor a link to one", "restore it, or delete it")
     return None
 
 

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
-from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import explain_write_errors, find_record
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.saved_weights import BrokenSaveError
@@ -329,8 +328,7 @@ class CheckpointSaver:
                 ``num_protected``.
 
         Raises:
-            ConfigError: The disk cannot hold the checkpoints that the run will keep, or cannot rename folders, or
-                machines that write shards do not share it.
+            ConfigError: The disk cannot hold the checkpoints that the run will keep, or cannot rename folders.
             BrokenSaveError: A saved state differs from the live one, or saving failed on another process.
         """
         began = time.perf_counter()
@@ -341,7 +339,6 @@ class CheckpointSaver:
         if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(manifest.DRY_RUN)
-        self._verify_visible(staged)
         self._write(staged, then=lambda: None)
         # Waits, because the files are compared with live weights, which the next step changes.
         self.finish()
@@ -356,22 +353,6 @@ class CheckpointSaver:
         shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
-
-    def _verify_visible(self, staged: Staged) -> None:
-        """Raise on all processes if a machine does not see the folder of a shared checkpoint; log it of another one."""
-        probe = staged.folder / "visible"
-        if self.is_main:
-            probe.touch()
-        PartialState().wait_for_everyone()
-        machines = gather_objects(None if probe.is_file() else platform.node())
-        if self.is_main:
-            probe.unlink()
-        if not (names := ", ".join(sorted({*filter(None, machines)}))):
-            return
-        found, remedy = f"{names} does not see checkpoints", "put output_dir on storage that all machines share"
-        if self._engine:  # Of which every machine writes its shards.
-            raise ConfigError(Problem("output_dir", found, remedy))
-        self._say(f"no resume: {found}; {remedy}")
 
     def finish(self) -> None:
         """Wait until the current checkpoint is published; raise its error, once."""
