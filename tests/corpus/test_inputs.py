@@ -200,7 +200,7 @@ def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypa
         return listed(path)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+    with pytest.raises(DataError, match="sub: cannot be read: Permission denied"):
         read({"name": str(tmp_path)})
 
 

@@ -304,7 +304,7 @@ def list_files(folder: Path, name: str) -> list[Path]:
     try:
         return sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
     except OSError as error:
-        raise DataError(_describe_failure(name, folder, error)) from None
+        raise DataError(_describe_failure(str(error.filename or name), folder, error)) from None
 
 
 def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
