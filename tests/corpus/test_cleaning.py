@@ -407,7 +407,6 @@ def test_manifest_counts_tokens_of_tokenizer(planted, tiny_tokenizer, tiny_token
         ("web.jsonl", json.dumps({"text": "short"}), r"quality: .* \(1\).*relax their thresholds"),
         ("web.jsonl", json.dumps({"text": "long " * 1000}), r"read: longer than 2,000 bytes \(1\).*split long texts"),
         ("web.jsonl", "", "the sources are empty.*name files with text$"),
-        ("code.jsonl", json.dumps({"body": "short"}), r"match no layout: `body`.*map columns"),
     ],
 )
 def test_empty_result_names_the_removals(tmp_path, monkeypatch, name, content, words):
@@ -418,6 +417,18 @@ def test_empty_result_names_the_removals(tmp_path, monkeypatch, name, content, w
     with pytest.raises(DataError, match=f"(?s)no document is left: .*{words}"):
         make_corpus(config)
     assert not (tmp_path / "out" / "corpus.json").exists()
+
+
+def test_source_none_of_whose_documents_can_be_read_is_an_error(tmp_path):
+    """Beside a source with documents and notes: it would only be missing from the mixture."""
+    for name, rows in {"web": [{"text": ENGLISH}, {}], "code": [{"body": "short"}] * 2}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    web, code = ({"name": str(tmp_path / f"{name}.jsonl")} for name in ("web", "code"))
+    config = CorpusConfig(sources=[web, code], output_dir=str(tmp_path / "out"), workers=1)
+    with pytest.raises(DataError, match=r"^\S*code.jsonl: none of .*match no layout: `body`\n.*map columns"):
+        make_corpus(config)
+    manifest = make_corpus(replace(config, sources=[web, {**code, "columns": {"text": "body"}}]))
+    assert [source["documents"] for source in manifest["sources"]] == [1, 1]
 
 
 def test_foreign_folder_is_never_replaced(tmp_path):

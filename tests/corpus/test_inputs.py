@@ -200,7 +200,7 @@ def test_folder_of_html_that_cannot_be_listed_is_a_data_error(tmp_path, monkeypa
         return listed(path)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+    with pytest.raises(DataError, match="sub: cannot be read: Permission denied"):
         read({"name": str(tmp_path)})
 
 
@@ -213,10 +213,12 @@ def test_corpus_is_a_source_of_another_one_and_no_earlier_one_of_itself(tmp_path
         make_corpus(CorpusConfig(sources=sources, output_dir=str(out), duplicates_of=[str(out)], workers=1))
 
 
-def test_folder_of_html_and_other_data_is_refused(tmp_path):
+def test_folder_of_html_and_other_data_is_refused(tmp_path, caplog):
     (tmp_path / "a.html").write_text("<p>one</p>")
-    (tmp_path / "README.md").write_text("about")
+    for name in ("README.md", "robots.txt", "b.warc.zst"):
+        (tmp_path / name).write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
+    assert caplog.messages == [f"{tmp_path}: files of unknown kinds are ignored: b.warc.zst"]
     for name in ("b.txt", "b.jsonl.gz"):
         (tmp_path / name).write_text("two")
         with pytest.raises(DataError, match=f"mixes pages and other data: a.html, {name}"):

@@ -23,8 +23,9 @@ def write_warc(path, records, protocol="HTTP/1.0", status="200 OK"):
             fields = [("Content-Type", field) if isinstance(field, str) else field for field in types or ["text/html"]]
             headers = StatusAndHeaders(status, fields, protocol=protocol)
             http = headers if kind == "response" else None
+            own_type = types[0] if kind == "resource" else ""
             record = writer.create_warc_record(
-                f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
+                f"http://x/{len(body)}", kind, io.BytesIO(body), http_headers=http, warc_content_type=own_type
             )
             writer.write_record(record)
 
@@ -205,10 +206,14 @@ def test_size_of_a_decompressed_body_is_limited(tmp_path, monkeypatch, encoding)
     assert ledger.notes == ["a/a.warc:2: is longer than 1,000 bytes"]
 
 
-def test_response_that_is_no_page_is_no_document(tmp_path):
-    """Common Crawl's records identify their type; those of wget and browsers have only that of the server."""
+@pytest.mark.parametrize("kind", ["response", "resource"])
+def test_record_that_is_no_page_is_no_document(tmp_path, kind):
+    """Common Crawl's records identify their type; those of wget and browsers have only that of the server.
+
+    Those of files, such as warcit's, have a type of their own.
+    """
     types = ["image/png", "text/html; charset=utf-8", "application/javascript", "Application/XHTML+xml", "text/plain"]
-    write_warc(tmp_path / "a.warc", [("response", content.encode(), content) for content in types])
+    write_warc(tmp_path / "a.warc", [(kind, content.encode(), content) for content in types])
     documents, _, _ = read({"name": str(tmp_path / "a.warc")})
     assert [document.text for document in documents] == [types[1], types[3]]
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -14,6 +15,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
+from urllib.request import OpenerDirector
 
 import pytest
 from tests.evaluation.chat_endpoint import ChatEndpoint
@@ -168,6 +171,15 @@ def test_error_response_with_truncated_body_is_retried(parts: list[bytes], waits
 def test_unreachable_server_error_names_resume(waits: list[float]) -> None:
     with pytest.raises(ConfigError, match="run the same command to resume"):
         Endpoint("http://127.0.0.1:9/v1", "m", num_attempts=2).answer(CHATS[:1], [0])
+
+
+def test_untrusted_certificate_error_names_the_variable(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise URLError(ssl.SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate"))
+
+    monkeypatch.setattr(OpenerDirector, "open", refuse)
+    with pytest.raises(ConfigError, match=r"self-signed certificate.*\n.*SSL_CERT_FILE"):
+        Endpoint("https://127.0.0.1:9/v1", "m").answer(CHATS[:1], [0])
 
 
 def test_outage_of_a_server_that_has_answered_takes_more_attempts(

@@ -372,11 +372,19 @@ def test_output_folder_is_locked_and_must_be_writable(model, tasks, tmp_path, mo
         evaluate_model(replace(config, output_dir=str(tmp_path / "file" / "out")))
 
 
-def test_apply_chat_template_needs_a_template(model: Path, tasks: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("", "the tokenizer has no chat template"),
+        ("{{ messages[-1].content }}", "system_instruction: the chat template of the model has no system message"),
+        ("{{ raise_exception('no system') if messages[0].role == 'system' }}", "has no system message"),
+    ],
+)
+def test_apply_chat_template_needs_a_template_that_renders_the_instruction(model, tasks, template, message) -> None:
     for file in model.glob("*.jinja"):
-        file.unlink()
-    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        evaluate_model(build(model, tasks, "local_written", apply_chat_template=True))
+        file.write_text(template) if template else file.unlink()
+    with pytest.raises(ConfigError, match=message):
+        evaluate_model(build(model, tasks, "local_written", apply_chat_template=True, system_instruction="Be brief."))
 
 
 @pytest.mark.parametrize(

@@ -114,17 +114,18 @@ def test_sparkline_is_labelled_by_its_metric(tmp_path: Path, name: str) -> None:
     assert f"<title>{name} over 2 steps</title>" in write_overview(tmp_path).read_text()
 
 
-def test_folder_deleted_while_runs_are_listed_is_skipped(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("method", "error"), [("iterdir", FileNotFoundError), ("is_file", PermissionError)])
+def test_folder_that_is_deleted_meanwhile_or_of_another_user_is_skipped(tmp_path, monkeypatch, method, error) -> None:
     write_run(tmp_path / "a", SFT)
     (tmp_path / "b").mkdir()
-    glob = Path.glob
+    call = getattr(Path, method)
 
-    def delete_and_glob(folder: Path, pattern: str) -> Any:
-        if folder.name == "b":
-            raise FileNotFoundError(2, "No such file or directory", str(folder))
-        return glob(folder, pattern)
+    def refuse(path: Path) -> Any:
+        if "b" in (path.name, path.parent.name):
+            raise error(path)
+        return call(path)
 
-    monkeypatch.setattr(Path, "glob", delete_and_glob)
+    monkeypatch.setattr(Path, method, refuse)
     assert [entry.name for entry in list_entries(tmp_path)] == ["a"]
 
 

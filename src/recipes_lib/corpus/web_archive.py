@@ -206,11 +206,12 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
         loader = ArcWarcRecordLoader()
         loader.http_parser.statuslist = ["HTTP/"]  # warcio 1.8 does not read HTTP/2, which browsers record.
         record = loader.parse_record_stream(io.BytesIO(data), known_format="warc")
-        headers, is_page = record.rec_headers, record.rec_type == "response"
+        # Of programs that archive files instead of responses, such as warcit.
+        headers, is_page = record.rec_headers, record.rec_type in ("response", "resource")
         # Only some crawlers identify the type, such as Common Crawl's; the others have that of the server.
         sent = (record.http_headers or headers).get_header("Content-Type")
         payload = headers.get_header("WARC-Identified-Payload-Type") or sent or "html"
-        if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload.lower()):
+        if record.rec_type != "conversion" and not (is_page and "html" in payload.lower()):
             return
         # Most crawlers keep redirects and error pages, unlike Common Crawl's.
         if record.http_headers and _ERROR.match(record.http_headers.statusline):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import ssl
 import sys
 import threading
 import time
@@ -333,8 +334,7 @@ class _Connection:
                 wait, remedy = read_wait(error.headers.get("Retry-After"), wait), RESUME_REMEDY
             except _FAILURES as error:
                 reason = explain(error, self._key)
-                # An invalid response, such as the page of a proxy, is one of another server.
-                remedy = _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
+                remedy = _choose_failure_remedy(error)
             # A server that has answered before may be restarting; an address that never has is more likely wrong.
             outage = _MAX_OUTAGE if self.has_answered else 0.0
             if attempt >= endpoint.num_attempts and time.monotonic() >= began + outage:
@@ -413,6 +413,13 @@ def choose_remedy(status: int | None, otherwise: str) -> str:
     if status in (401, 403):
         return "put a valid key into the environment variable OPENAI_API_KEY"
     return RESUME_REMEDY if _is_temporary(status or 0) else otherwise
+
+
+def _choose_failure_remedy(error: Exception) -> str:
+    if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+        return "name its certificate, or that of its authority, in the environment variable SSL_CERT_FILE"
+    # An invalid response, such as the page of a proxy, is one of another server.
+    return _REMEDY if isinstance(error, ValueError) else RESUME_REMEDY
 
 
 def _is_temporary(status: int) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 import torch
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
 from lm_eval.api.model import CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
@@ -85,10 +86,32 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     else:
         model = _build_checked(config, settings)
     tokenizer = getattr(model, "tokenizer", None)
-    if config.apply_chat_template and tokenizer is not None and not getattr(tokenizer, "chat_template", None):
+    if config.apply_chat_template and tokenizer is not None:
+        _verify_template(tokenizer, (config.system_instruction or "").strip())
+    return model
+
+
+def _verify_template(tokenizer: Any, instruction: str) -> None:
+    """Verify that there is a chat template, and that it renders the system instruction.
+
+    lm-eval 0.4.13 leaves out the system message where the template refuses it.
+
+    Raises:
+        ConfigError: There is none, or it does not.
+    """
+    if not getattr(tokenizer, "chat_template", None):
         remedy = "name a tokenizer with one as tokenizer_name_or_path, or remove apply_chat_template"
         raise ConfigError(Problem("apply_chat_template", "the tokenizer has no chat template", remedy))
-    return model
+    if not instruction:
+        return
+    rendered = ""
+    with suppress(TemplateError):
+        chat = [{"role": "system", "content": instruction}, {"role": "user", "content": "a"}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+    if instruction not in rendered:
+        found = "the chat template of the model has no system message"
+        remedy = "remove it, or write it into the `doc_to_text` of your tasks"
+        raise ConfigError(Problem("system_instruction", found, remedy))
 
 
 def _build_endpoint(config: EvalConfig) -> Any:

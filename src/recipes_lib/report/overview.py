@@ -99,10 +99,11 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for child in sorted(children, key=_split_numbers):
-        if any((child / sign).is_file() for sign in _SIGNS):
-            yield child
-        elif depth > 1:
-            yield from _find_outputs(child, depth - 1)
+        with suppress(PermissionError):  # The folder of another user, among those of a team.
+            if any((child / sign).is_file() for sign in _SIGNS):
+                yield child
+            elif depth > 1:
+                yield from _find_outputs(child, depth - 1)
 
 
 def _split_numbers(path: Path) -> list[str | int]:

@@ -283,7 +283,7 @@ def test_vllm_engine_loads_checkpoint(synthesize, folder: Path, tiny_model_dir: 
     [
         ({"method": "nothing"}, "there is no method 'nothing'"),
         ({"method": "textbook"}, "has no `text`"),
-        ({"min_words": 500}, "no row is left; removed: too short 8; the first: "),
+        ({"min_words": 500}, r"no row is left; removed: too short 8; the first: \x1b[31mIt is so"),
         ({"max_total_tokens": 50}, "max_cost or max_total_tokens has no room for the first batch, of 16 rows"),
         ({"dataset_columns": "{prompt: question}"}, "there is no column `question`"),
         ({"judge": "http://127.0.0.1:9/v1"}, "NAME"),
@@ -292,7 +292,7 @@ def test_vllm_engine_loads_checkpoint(synthesize, folder: Path, tiny_model_dir: 
     ],
 )
 def test_invalid_input_is_rejected(synthesize, keys: dict[str, Any], message: str) -> None:
-    server = ChatEndpoint(write)
+    server = ChatEndpoint(lambda body: f"\x1b[31m{write(body)}")
     assert message in synthesize(server, **keys, code=2)
     assert bool(server.asked) == ("min_words" in keys), "other errors are found before any request"
 

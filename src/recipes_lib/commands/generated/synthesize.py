@@ -36,7 +36,7 @@ from recipes_lib.commands.sampling import RowFile, TokenCounts
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig
-from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
+from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem, escape_controls
 from recipes_lib.evaluation.endpoint import Answerer, Chat, Reply, UnansweredError
 from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import Judge
@@ -176,11 +176,18 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     }
     replace_record(folder / RECORD, record)
     if not num_rows:
-        found = f"no row is left; removed: {', '.join(f'{why} {count:,}' for why, count in removed.most_common())}"
-        answers = (answer for shown in samples.values() for row in shown for answer in row["answers"] if answer)
-        found += f"; the first: {textwrap.shorten(next(answers, 'empty'), 200)}"
-        raise DataError(Problem(str(folder), found, f"read {_REPLIES}, and relax filters"))
+        raise DataError(_explain_nothing(folder, removed, samples))
     return record, samples
+
+
+def _explain_nothing(
+    folder: Path, removed: Counter[str], samples: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Problem:
+    found = f"no row is left; removed: {', '.join(f'{why} {count:,}' for why, count in removed.most_common())}"
+    answers = (answer for shown in samples.values() for row in shown for answer in row["answers"] if answer)
+    if first := next(answers, ""):
+        found += f"; the first: {escape_controls(textwrap.shorten(first, 200))}"
+    return Problem(str(folder), found, f"read {_REPLIES}, with a judge {_GRADES}, and relax filters")
 
 
 def _verify_folder(folder: Path) -> None:

@@ -53,8 +53,8 @@ COMPRESSIONS: Final = {
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 IGNORED_NAMES: Final = frozenset(
     f"{stem}.json" for stem in ("config", "corpus", "dataset_info", "dataset_infos", "dataset_dict")
-) | {"README.md", "LICENSE.txt"}
-"""Files in the folder of a dataset that are not data."""
+) | {"README.md", "LICENSE.txt", "robots.txt"}
+"""Files in the folder of a dataset, or in the copy of a web site, that are not data."""
 SPLIT_WORDS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -276,11 +276,15 @@ def _find_card_splits(folder: Path, name: str, card: Mapping[str, Any], split: s
 def _list_data(folder: Path, name: str) -> list[Path]:
     files = list_files(folder, name)
     data = [file for file in files if find_suffix(file) in READERS]
-    # `recipes clean` writes its report, in HTML, beside the data.
-    if data and (others := [file for file in files if find_suffix(file) not in (*READERS, ".html")]):
-        names = list_first(file.relative_to(folder).as_posix() for file in others)
-        warn_once(f"{name}: files of unknown kinds are ignored: {names}")
+    if data:  # `recipes clean` writes its report, in HTML, beside the data.
+        warn_of_ignored((file for file in files if find_suffix(file) not in (*READERS, ".html")), folder, name)
     return data
+
+
+def warn_of_ignored(files: Iterable[Path], folder: Path, name: str) -> None:
+    """Warn once of the files of a folder that are not read."""
+    if names := list_first(file.relative_to(folder).as_posix() for file in files):
+        warn_once(f"{name}: files of unknown kinds are ignored: {names}")
 
 
 def list_files(folder: Path, name: str) -> list[Path]:
@@ -296,7 +300,7 @@ def list_files(folder: Path, name: str) -> list[Path]:
     try:
         return sorted(_enumerate_files(folder), key=lambda file: file.relative_to(folder).as_posix())
     except OSError as error:
-        raise DataError(_describe_failure(name, folder, error)) from None
+        raise DataError(_describe_failure(str(error.filename or name), folder, error)) from None
 
 
 def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
