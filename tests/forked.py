@@ -50,6 +50,8 @@ PACKAGES = (
 """Preloaded by the fork server; not DeepSpeed, which probes hardware."""
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(PACKAGES))
+_RESERVED: list[socket.socket] = []
+"""Sockets of ``find_free_port``, open until this process ends."""
 
 
 class Launch:
@@ -192,10 +194,13 @@ def name_processes(num_processes: int) -> list[dict[str, str]]:
 
 
 def find_free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
+    """Return an unused port, which the system gives to no other process until this one ends."""
+    reserving = socket.socket()
+    # With this option, as servers set it, too, a server may bind the port as well, because this socket does not listen.
+    reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserving.bind(("127.0.0.1", 0))
+    _RESERVED.append(reserving)
+    port: int = reserving.getsockname()[1]
     return port
 
 

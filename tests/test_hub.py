@@ -9,6 +9,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
+from tests.forked import find_free_port
 from tests.publish.hub_server import Fault, Refusal, open_hub
 from tests.tiny import build_tokenizer
 from transformers import AutoModelForCausalLM
@@ -29,9 +30,7 @@ MODEL = ModelConfig(model_name_or_path="nobody/nothing")
 @pytest.fixture
 def unreachable(monkeypatch):
     """Set the Hub's address to an unused port; a retry fails the test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    address = f"http://127.0.0.1:{find_free_port()}"
     for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
         value = getattr(constants, name).replace(constants.ENDPOINT, address)
         monkeypatch.setattr(constants, name, value)
@@ -71,8 +70,6 @@ def test_unreachable_hub_is_reported_and_fails_without_retries(load, tmp_path, c
 @pytest.fixture
 def hub(unreachable, monkeypatch, tmp_path):
     """Set the Hub's address to a server that has the tiny tokenizer, and the cache to an empty folder."""
-    monkeypatch.setattr("recipes_lib.environment.SECONDS_OF_SILENCE", 0.2)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(_http.time, "sleep", lambda _: None)
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -87,7 +84,9 @@ def hub(unreachable, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [Fault(stalls=True), Fault(cut="before")], ids=["stalls", "resets"])
-def test_broken_connection_to_hub_ends_with_its_reason(hub, fault):
+def test_broken_connection_to_hub_ends_with_its_reason(hub, fault, monkeypatch):
+    monkeypatch.setattr("recipes_lib.environment.SECONDS_OF_SILENCE", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0)
     hub.sabotage = lambda kind: fault
     with pytest.raises(UserError, match="nobody/nothing: the connection to the Hub failed") as caught:
         load_tokenizer(MODEL, TokensConfig())

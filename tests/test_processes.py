@@ -65,6 +65,20 @@ def test_failed_process_is_reported_with_reason(folders):
     assert "ValueError: no" in message["extraInfo"]["py_callstack"]
 
 
+def test_reason_that_is_being_written_is_the_earlier_one_until_it_is_whole(folders, monkeypatch):
+    write, read = Path.write_text, []
+
+    def write_in_parts(path, text, **options):
+        write(path, text[: len(text) // 2], **options)
+        read.append(processes.read_failure_code())
+        return write(path, text, **options)
+
+    processes.record_failure(ValueError("no"), 3)
+    monkeypatch.setattr(Path, "write_text", write_in_parts)
+    processes.record_failure(ValueError("no"), 75)
+    assert [*read, processes.read_failure_code()] == [3, 75]
+
+
 def test_full_disk_of_launcher_is_ignored(folders, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import EXIT_BUG, ConfigError, DataError, Problem
-from recipes_lib.files import read_record
+from recipes_lib.files import read_record, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ def _write(name: str, text: str) -> None:
     """Write a file for the launcher and other ranks; errors, such as a full ``/tmp``, must not hide why a run ends."""
     if (folder := _find_folder()) is not None:
         with suppress(OSError):
-            (folder / name).write_text(text)
+            replace_text(folder / name, text)
 
 
 def _read_reason(folder: Path) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +22,25 @@ def test_launch_returns_exit_code_and_writes_output(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "so\nbad"
 
 
-def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path) -> None:
+def test_time_limit_sends_sigterm_before_sigkill(tmp_path: Path, monkeypatch) -> None:
     """The handler of a launcher ends its workers, which a kill would leave running."""
+    os.mkfifo(tmp_path / "ready")
     clean_up = (
         "import pathlib, signal, sys, threading\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit()))\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: ((folder / 'ended').touch(), sys.exit()))\n"
+        "(folder / 'ready').write_text('')\n"
         "threading.Event().wait()"
     )
+
+    def wait(process: Any, limit: float | None = None, wait=subprocess.Popen.wait) -> int:
+        if limit == 3:  # Over as soon as the handler is installed.
+            (tmp_path / "ready").read_text()
+        return wait(process, 0 if limit == 3 else limit)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
     with pytest.raises(WrongResultError, match="did not end within"):
-        launch(["-c", clean_up, str(tmp_path / "ended")], {}, tmp_path / "x", limit=3)
+        launch(["-c", clean_up, str(tmp_path)], {}, tmp_path / "x", limit=3)
     assert (tmp_path / "ended").exists()
 
 

@@ -23,7 +23,7 @@ FAULTY = "tests.rl.faulty_rewards"
 
 @pytest.fixture
 def isolated():
-    return IsolatedFunction(f"{FAULTY}:length", 0.5)
+    return IsolatedFunction(f"{FAULTY}:length", 60)
 
 
 def test_answers_are_scored_in_one_separate_process():
@@ -43,7 +43,8 @@ def test_answers_are_scored_in_one_separate_process():
         ("unpicklable", "Error: "),
     ],
 )
-def test_faulty_answer_is_unscored_and_others_are_scored(isolated, capfd, fault, words):
+def test_faulty_answer_is_unscored_and_others_are_scored(capfd, fault, words):
+    isolated = IsolatedFunction(f"{FAULTY}:length", 0.5 if fault == "hang" else 60)
     assert isolated(completions=["a", fault, "abc"]) == [1, None, 3]
     printed = capfd.readouterr().err
     assert printed.count("gave 1 of 3 answers no score") == 1

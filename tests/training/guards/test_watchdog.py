@@ -181,15 +181,18 @@ def test_folder_of_that_name_is_no_stop_request(tmp_path, monkeypatch):
 
 def test_hanging_process_is_shown_and_ended(tmp_path):
     script = """
-import sys, threading
+import itertools, sys, threading
 from pathlib import Path
 from recipes_lib.training.guards import watchdog
-from recipes_lib.training.guards.watchdog import WATCHDOG
 
-watchdog._TICK_SECONDS, watchdog.SHOW_AFTER_SECONDS, watchdog.END_AFTER_SECONDS = 0.01, 0.1, 0.5
+# A clock that advances by 30 s with each look, from the beginning of the hang on.
+looks, hangs = itertools.count(), []
+WATCHDOG = watchdog.Watchdog(lambda: 30 * next(looks) if hangs else 0)
+watchdog._TICK_SECONDS = 0.001
 WATCHDOG.on_stall = lambda reason: Path(sys.argv[1], "recorded").write_text(reason)
 
 def hang_in_a_step():
+    hangs.append(True)
     threading.Event().wait()
 
 with WATCHDOG.watching(Path(sys.argv[1]), is_main=True):
