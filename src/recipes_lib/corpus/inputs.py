@@ -181,7 +181,8 @@ def _find_pages(path: Path) -> list[Path]:
         found = f"the folder mixes pages and other data: {next(iter(pages.values())).name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
     if pages:  # Archives and compressed pages would be lost silently among images and style sheets.
-        local_files.warn_of_ignored((file for file in files if not file.name.lower().endswith((*_HTML, *_WARC))), path, str(path))
+        others = [file for file in files if not file.name.lower().endswith((*_HTML, *_WARC))]
+        local_files.warn_of_ignored(others, path, str(path))
     return list(pages.values())
 
 
