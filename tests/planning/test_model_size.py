@@ -37,6 +37,15 @@ HUNYUAN_A13B = {
     "intermediate_size": 3072,
 }
 
+DBRX = {
+    "d_model": 6144,
+    "n_heads": 48,
+    "n_layers": 40,
+    "vocab_size": 100_352,
+    "attn_config": {"kv_n_heads": 8, "rope_theta": 500_000},
+    "ffn_config": {"ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4, "hidden_size": 6144},
+}
+
 
 @pytest.mark.parametrize(
     ("config", "total", "active"),
@@ -73,6 +82,8 @@ def test_active_parameters_count_selected_experts() -> None:
         # 120B; published: 5.13B, without the 0.58B of its token embeddings.
         ("gpt_oss", {}, 5.71),
         ("hunyuan_v1_moe", HUNYUAN_A13B, 12.75),
+        # Published: 132B, of which 36B are active.
+        ("dbrx", DBRX, 36.47),
     ],
 )
 def test_experts_are_counted_by_names_of_architecture(model_type: str, sizes: dict[str, object], active: float) -> None:

@@ -200,8 +200,9 @@ def _count_active_weights(parameters: Sequence[tuple[str, nn.Parameter]], config
     Raises:
         ConfigError: The model has experts, and its configuration does not say how many a token selects.
     """
+    settings = getattr(config, "ffn_config", config)  # Of DBRX.
     num_experts, chosen = (
-        next((value for name in names if (value := getattr(config, name, None))), 0) for names in _EXPERTS
+        next((value for name in names if (value := getattr(settings, name, None))), 0) for names in _EXPERTS
     )
     if num_experts and not chosen:
         found = f"a {config.model_type} model has {num_experts} experts, and none is selected"
@@ -212,15 +213,18 @@ def _count_active_weights(parameters: Sequence[tuple[str, nn.Parameter]], config
     per_token = chosen if isinstance(chosen, int) else sum(chosen) / len(chosen)
     number = 0.0
     # Biases of experts (GPT-OSS) are matrices too, with a row for each expert.
-    for parameter in (one for name, one in parameters if one.ndim > 1 and not name.endswith("bias")):
-        is_routed = parameter.ndim == 3 and len(parameter) in (num_experts, with_zeros)
-        number += parameter[0].numel() * per_token * num_experts / with_zeros if is_routed else parameter.numel()
+    for name, matrix in ((name, one) for name, one in parameters if one.ndim > 1 and not name.endswith("bias")):
+        # The experts of DBRX are rows of one matrix.
+        is_joined = settings is not config and name in ("w1", "v1", "w2")
+        experts = matrix.view(num_experts, -1, matrix.shape[1]) if is_joined else matrix
+        is_routed = experts.ndim == 3 and len(experts) in (num_experts, with_zeros)
+        number += experts[0].numel() * per_token * num_experts / with_zeros if is_routed else experts.numel()
     return number
 
 
 _EXPERTS: Final = (
     ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    ("num_experts_per_tok", "moe_topk", "top_k_experts"),
+    ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts"),
 )
 """Names that configurations have for the number of routed experts, and for the number that a token selects."""
 
@@ -230,7 +234,8 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
 
     Twice their number are the forward FLOPs of attention scores and weighted sums. With ``of_keys``, each key-value
     head counts once: what a KV cache of this length holds. At length 1, they are the features of queries and outputs
-    of a token, or of its keys and values. 0 for models without attention, such as Mamba.
+    of a token, or of its keys and values. 0 for models without attention, such as Mamba. Not counted: the scores of all
+    tokens by which sparse attention selects its keys (DeepSeek V3.2), and compressed attention (DeepSeek V4).
     """
     layers = [*list_layer_configs(config)]
     # Mamba and RWKV have no attention heads.
@@ -267,8 +272,7 @@ _ATTENTION: Final = {
     "indexed_attention": "index_topk",
 }
 """Layer types with attention -> key with the largest number of keys of a query. Others have a recurrence, a convolution
-or an MLP alone, whose FLOPs beside those of weights are few. Not counted: the scores by which sparse attention selects
-its keys, of all tokens, and compressed attention (DeepSeek V4)."""
+or an MLP alone, whose FLOPs beside those of weights are few."""
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

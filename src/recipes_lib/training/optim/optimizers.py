@@ -157,8 +157,8 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
+# Lower-case names of biases, norms, and the logarithms of decay rates, ``A_log``, of Mamba and Kimi Linear.
 _WITHOUT_DECAY: Final = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:$|\.)|\ba_log$")
-"""Lower-case names of biases, norms, and the logarithms of decay rates, ``A_log``, of Mamba and Kimi Linear."""
 
 _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
     ("bitsandbytes", "pip install bitsandbytes", " ".join(BITSANDBYTES)),
