@@ -317,7 +317,7 @@ def test_documents_of_earlier_corpus_are_duplicates_though_its_last_task_is_empt
         names = [str(write_rows(tmp_path / f"{name}-{at}.jsonl", texts)) for at, texts in enumerate(tasks)]
         return clean(tmp_path / name, *({"name": name} for name in names), **keys)[1]
 
-    build("earlier", [[first, second], [" "]])
+    build("earlier", [[first, second], []])
     documents = build("later", [[new], [second], [first]], duplicates_of=[str(tmp_path / "earlier")])
     assert [document["text"] for document in documents] == [new]
 

