@@ -420,9 +420,7 @@ def meet_at(port, rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_machine_that_waits_in_vain_is_no_traceback(rank, capfd):
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    assert meet_at(port, rank) == EXIT_BUG
+    assert meet_at(port := forked.find_free_port(), rank) == EXIT_BUG
     error = capfd.readouterr().err
     assert f"recipes launch: not all machines came to 127.0.0.1:{port}: " in error
     assert "Traceback" not in error
