@@ -112,12 +112,14 @@ def find_needed_modules(module: str) -> set[str]:
             node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         ]
         for_types = {id(node) for guard in guards for node in ast.walk(guard)}
-        waiting += [
-            f"{node.module.removeprefix('recipes_lib.data.').replace('.', '/')}.py"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("recipes_lib.data.")
-            if id(node) not in for_types
-        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("recipes_lib.data."):
+                if id(node) in for_types:
+                    continue
+                path = str(node.module).removeprefix("recipes_lib.data.").replace(".", "/")
+                # A package, of which modules are imported, or a module.
+                is_package = (ROOM / path).is_dir()
+                waiting += [f"{path}/{alias.name}.py" for alias in node.names] if is_package else [f"{path}.py"]
     return needed
 
 
