@@ -135,6 +135,7 @@ def test_regex_tokenizer():
     assert tokenizer.word_tokenize("It's a well-read cat, no?") == ["It's", "a", "well-read", "cat", ",", "no", "?"]
     links = "See https://a.org/b?c=1 -- or ... it's -5"
     assert tokenizer.word_tokenize(links) == ["See", "https://a.org/b?c=1", "--", "or", "...", "it's", "-", "5"]
+    assert tokenizer.word_tokenize("见 https://a.org/b。你好 吗") == ["见", "https://a.org/b", "。", "你好", "吗"]
     assert tokenizer.sent_tokenize('One. "Two!" Three?') == ["One.", '"Two!', "Three?"]
     assert tokenizer.sent_tokenize("一。「二！」三？！四") == ["一。", "「二！", "三？！", "四"]
     assert tokenizer.sent_tokenize("One. \n") == ["One."]

@@ -38,9 +38,9 @@ PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
 """Kind of source -> filter -> its thresholds."""
 
 # A URL, or a run of dashes or full stops, is one word, as for spaCy, which datatrove uses for English: as several ones,
-# they would count as repetition and as words without letters. Marks are matched after letters only, so that texts
-# without marks take hardly more time.
-_WORD: Final = re.compile(rf"\w+://\S+|\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|--+|\.\.+|[^\w\s]")
+# they would count as repetition and as words without letters. It ends before Chinese or Japanese text, which follows
+# without a space. Marks are matched after letters only, so that texts without marks take hardly more time.
+_WORD: Final = re.compile(rf"\w+://[!-~]+|\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|--+|\.\.+|[^\w\s]")
 # No space follows a sentence in Chinese and Japanese.
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|(?<=[。！？])(?![。！？])[\"'”’)\]」』）]*\s*")
 

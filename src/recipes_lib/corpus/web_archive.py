@@ -206,7 +206,7 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
         loader = ArcWarcRecordLoader()
         loader.http_parser.statuslist = ["HTTP/"]  # warcio 1.8 does not read HTTP/2, which browsers record.
         record = loader.parse_record_stream(io.BytesIO(data), known_format="warc")
-        # Of programs that archive files instead of responses, such as warcit.
+        # `resource` records are of programs that archive files instead of responses, such as warcit.
         headers, is_page = record.rec_headers, record.rec_type in ("response", "resource")
         # Only some crawlers identify the type, such as Common Crawl's; the others have that of the server.
         sent = (record.http_headers or headers).get_header("Content-Type")

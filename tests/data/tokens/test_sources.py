@@ -112,14 +112,13 @@ def find_needed_modules(module: str) -> set[str]:
             node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         ]
         for_types = {id(node) for guard in guards for node in ast.walk(guard)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("recipes_lib.data."):
-                if id(node) in for_types:
-                    continue
-                path = str(node.module).removeprefix("recipes_lib.data.").replace(".", "/")
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in for_types]
+        for node in imports:
+            package, _, path = str(node.module).replace(".", "/").partition("recipes_lib/data/")
+            if path and not package:
                 # A package, of which modules are imported, or a module.
-                is_package = (ROOM / path).is_dir()
-                waiting += [f"{path}/{alias.name}.py" for alias in node.names] if is_package else [f"{path}.py"]
+                modules = [f"{path}/{alias.name}" for alias in node.names] if (ROOM / path).is_dir() else [path]
+                waiting += [f"{module}.py" for module in modules]
     return needed
 
 
