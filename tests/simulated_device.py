@@ -93,15 +93,20 @@ def _is_view(func: Any) -> bool:
 
 
 def _list_tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among arguments of an operation, of which some are lists."""
-    flat = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
-    return [item for item in flat if isinstance(item, Tensor)]
+    """Return the tensors among arguments of an operation, of which some are lists, those of collectives of lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found += _list_tensors(value)
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
 
 
 def _apply(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to a value, or to the elements of a list; ``pytree`` takes most of the time of an operation."""
+    """Apply a function to a value, or to the elements of nested lists; ``pytree`` took most of an operation's time."""
     if isinstance(value, list | tuple):
-        return [*map(function, value)] if isinstance(value, list) else (*map(function, value),)
+        return type(value)(_apply(function, item) for item in value)
     return function(value)
 
 
