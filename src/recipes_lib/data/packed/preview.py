@@ -124,9 +124,10 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         prompts = load_prompt_data(config, tokenizer).train[:num_rows]
         return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
     open_rows = _open_pairs if config.recipe in ("reward", "dpo") else _open_texts
+    # As of a stream if a broken row is an error: the rows after it are not encoded.
+    broken = BrokenRows(config.tokens, is_stream=config.tokens.broken_rows == "error")
     entries = _show_rows(*open_rows(config, tokenizer))
-    # As of a stream: the rows after too many broken ones are not encoded.
-    shown = BrokenRows(config.tokens, is_stream=True).read(entries, config.data.dataset_name or "dataset_mixture")
+    shown = broken.read(entries, config.data.dataset_name or "dataset_mixture")
     return list(chain.from_iterable(islice(shown, num_rows)))
 
 
