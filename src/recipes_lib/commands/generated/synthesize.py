@@ -369,10 +369,11 @@ def _grade(
             grades = judge.grade(questions, [[answer] for answer in answers], numbers)
             file.counts.num_grades += len(grades)
             file.counts.add_tokens(grades)
-            pairs = zip(batch, grades, strict=True)
-            graded = [{"key": name, "grade": one.value, "text": one.text} for (name, _), one in pairs]
-            known.update({row["key"]: row["grade"] for row in graded})
-            yield graded
+            known.update({name: one.value for (name, _), one in zip(batch, grades, strict=True)})
+            yield [
+                {"key": name, "grade": one.value, "text": one.text}
+                for (name, _), one in zip(batch, grades, strict=True)
+            ]
 
     file.write(grade())
     for answer, key in keys:
