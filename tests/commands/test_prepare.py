@@ -48,6 +48,15 @@ def test_preview_shows_rows_and_writes_escaped_html(argv, tmp_path, recipes):
     assert "<b>" not in page.read_text().split("<body>")[1].replace("<br>", "")
 
 
+def test_preview_without_a_row_says_why(argv, recipes):
+    output = recipes("preview", *argv, "--loss_on=completion", "--broken_rows=drop", code=2)
+    assert "6 of 6 rows (100.00%) are broken" in output
+    assert "loss_on: completion does not fit a chat" in output
+    # An error at once, not after the rows that follow.
+    output = recipes("preview", *argv, "--loss_on=completion", code=2)
+    assert re.findall(r"chats.jsonl:\d", output) == ["chats.jsonl:1"]
+
+
 def test_ppo_previews_prompts(argv, recipes):
     keys = [*argv, "--reward_funcs=[a.b:c]", "--recipe=ppo"]
     output = recipes("preview", *keys, "--rows", "1")

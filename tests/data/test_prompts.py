@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from datetime import timedelta
@@ -15,6 +16,7 @@ import trl
 from tests.rows import write_rows
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.data import prompts
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.data.sources.rows import Remark
 from recipes_lib.errors import DataError
@@ -314,6 +316,15 @@ def test_broken_rows_are_reported_or_dropped(load, row, words, caplog):
     assert "1 of 10 rows (10.00%) are broken and left out" in caplog.text
     with pytest.raises(DataError, match=r"1 of 3 rows \(33.33%\) are broken, and max_broken_fraction is 0.1"):
         load([row, {"prompt": "sound"}, {"prompt": "sound"}], broken_rows="drop", max_broken_fraction=0.1)
+
+
+def test_full_disk_is_data_error_that_names_the_prepared_sets(load, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(prompts.np, "save", fail)
+    with pytest.raises(DataError, match=r"prepared: .*No space left on device\n.*prepared_dir"):
+        load([{"prompt": QUESTION}])
 
 
 def test_empty_dataset_is_refused(load):

@@ -82,6 +82,12 @@ def test_malformed_rows_are_ignored(tmp_path: Path) -> None:
     assert "| x |  | passed |" in page.read_text()
 
 
+def test_page_names_machine_whose_own_check_failed(tmp_path: Path) -> None:
+    row = run_check(Check("environment", "", lambda _: {}), build_bench(tmp_path), 60)
+    write_page(tmp_path / "page.md", [row])
+    assert f"- machine: {row.machine}\n" in (tmp_path / "page.md").read_text()
+
+
 def test_page_names_small_sizes(tmp_path: Path) -> None:
     """Throughput "of 8B" would otherwise pass for that of such a model."""
     row = run_check(Check("throughput-8B", "", lambda _: {}), bench := build_bench(tmp_path), 60)

@@ -87,7 +87,7 @@ def preview(argv: Sequence[str]) -> None:
     """Show training rows token by token, with the loss mask; optionally as an HTML page.
 
     Raises:
-        ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
+        ConfigError: A flag is wrong, or the page cannot be written; as ``build_preview``.
         DataError: As ``build_preview``.
     """
     options, overrides = CommandParser("preview").parse_known_args(argv)

@@ -137,7 +137,7 @@ def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict
     """Yield each row in canonical form, which lacks the other columns, together with its original columns.
 
     Raises:
-        DataError: As ``read_rows``.
+        DataError: As ``read_entries`` and ``BrokenRows.read``.
     """
     from recipes_lib.data.sources.canonical import read_entries
     from recipes_lib.data.sources.rows import BrokenRows

@@ -94,12 +94,12 @@ class Finish(PipelineStep):  # type: ignore[misc]
     def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
         """Replace ``data/`` by links ``data/<source>/train-N-of-M`` to the non-empty shards; return their records."""
         # Records are in the order of the tasks of all sources.
-        data, numbers = output_dir / "data", iter(range(len(records)))
+        data, remaining = output_dir / "data", iter(records)
         staging = data.with_name(".data")
         shutil.rmtree(staging, ignore_errors=True)
         placed: list[dict[str, Any]] = []
         for source, folder in zip(self.sources, name_folders(self.sources), strict=True):
-            own = [records[next(numbers)] for _ in source.tasks]
+            own = islice(remaining, len(source.tasks))
             filled = [record for record in own if record["documents"]]
             for index, record in enumerate(filled):
                 name = f"{folder}/train-{index:05d}-of-{len(filled):05d}{Path(record['file']).suffix}"

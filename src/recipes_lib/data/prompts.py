@@ -27,7 +27,7 @@ from recipes_lib.data.sources.messages import RowError, parse_chat, refuse_guess
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import BrokenRows, Message, RawRow, Remark, Row, add_system_prompt
 from recipes_lib.data.sources.splits import compute_digests, refuse_overlap, split_rows
-from recipes_lib.data.store import PreparedSet, make_set, open_rows, write_splits
+from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set, open_rows, write_splits
 from recipes_lib.errors import DataError, Problem, collect_problems, merge_alike, raise_problems
 
 if TYPE_CHECKING:
@@ -221,8 +221,9 @@ def _build(
     if not len(train):
         found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
         raise DataError(Problem(name, found, "raise max_length"))
-    for split, positions in (("train", train), ("eval", held_out)):
-        np.save(staging / f"{split}.npy", positions)
+    with explain_disk_errors(staging.parent):
+        for split, positions in (("train", train), ("eval", held_out)):
+            np.save(staging / f"{split}.npy", positions)
     chats = {with_tools: row for chunk in reversed(chunks) for with_tools, row in chunk.chats.items()}
     findings = [Finding("warning", text) for text in broken.list_warnings(name)]
     if is_text.any() and (config.tokens.chat_template_path or tokenizer.chat_template):

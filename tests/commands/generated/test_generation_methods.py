@@ -104,6 +104,7 @@ def test_take_reply_returns_group_of_pattern(pattern: str | None, text: str, tak
         ({"steps": [{"name": "a", "prompt": "b", "pattern": "("}]}, "the pattern of `a`"),
         ({"steps": [{"name": "a", "prompt": "b", "pattern": "x"}]}, "does not have exactly one group"),
         ({"choices": {"kind": []}}, "choice `kind` has no values"),
+        ({"row": {"messages": [{"role": "assistant", "content": "{{ a }}"}]}}, "`row: messages` lacks a question"),
         ({"rows": {}}, "unknown field `rows`"),
     ],
 )

@@ -104,6 +104,7 @@ NO_END = [(5, False), (6, True)]
         ([GOOD, [(7, False), (6, True), (END, True)]], "ok", "100.0% of the rows end"),
         ([NO_TARGET] + [GOOD] * 99, "warning", "1 of 100 rows (1.0%) hold no target"),
         ([NO_TARGET] * 2 + [GOOD] * 98, "error", "2 of 100 rows (2.0%) hold no target"),
+        ([NO_TARGET] * 3, "error", "3 of 3 rows (100.0%) hold no target"),
         ([NO_END] * 3, "error", "0.0% of the rows end"),
         ([NO_END, GOOD], "warning", "50.0% of the rows end"),
     ],

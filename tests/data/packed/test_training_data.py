@@ -48,6 +48,13 @@ def test_stream_yields_packs_of_prepared_set(config):
     assert all(json.loads(json.dumps(data.record)) == data.record for data in (prepared, streamed))
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_longest_row_of_a_stream_may_have_max_length(config, is_streamed):
+    data = replace(config.data, dataset_streaming=is_streamed, dataset_test_split=None)
+    run = load(replace(config, data=replace(data, eval_datasets={"more": {"name": config.data.dataset_test_split}})))
+    assert (run.longest == run.max_length) == is_streamed
+
+
 def test_held_out_rows_are_equal_streamed_or_prepared(config):
     prepared = load(config)
     streamed = load(replace(config, data=replace(config.data, dataset_streaming=True)))

@@ -193,6 +193,9 @@ def _find_faults(fields: Mapping[str, Any], where: str) -> Iterator[Problem]:
     for name, given in (fields["choices"] or {}).items():
         if not isinstance(given, list) or not given:
             yield Problem(where, f"choice `{name}` has no values", "write a list")
+    messages = (fields["row"] or {}).get("messages")
+    if isinstance(messages, list) and len(messages) < 2:
+        yield Problem(where, "`row: messages` lacks a question or an answer", "write both; `context` may precede them")
     for step in fields["steps"] or ():
         if isinstance(step, dict) and step.get("name") and step.get("prompt"):
             yield from _find_step_faults(step, where)

@@ -406,10 +406,12 @@ class PreparedRows:
     @property
     def longest(self) -> int:
         """Length in tokens of the longest row after truncation, held-out rows included; for a stream ``max_length``."""
+        if self.rows_per_epoch is None:
+            return self.max_length
         parts = (self.record, self.record.get("replay", {}))
         audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
         audits += self.record.get("eval_datasets", {}).values()
-        return min(self.max_length, max((int(audit["length_max"]) for audit in audits), default=self.max_length))
+        return min(self.max_length, max(int(audit["length_max"]) for audit in audits))
 
     @property
     def warnings(self) -> list[str]:

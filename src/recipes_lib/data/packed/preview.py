@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -15,9 +14,9 @@ from rich.text import Text
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_seed
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import BrokenRows, Row
 from recipes_lib.data.tokens.token_sets import load_corpora, select_options
-from recipes_lib.errors import DataError
+from recipes_lib.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,14 +124,20 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         prompts = load_prompt_data(config, tokenizer).train[:num_rows]
         return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
     open_rows = _open_pairs if config.recipe in ("reward", "dpo") else _open_texts
-    return list(chain.from_iterable(islice(_show_rows(config, *open_rows(config, tokenizer)), num_rows)))
+    # As of a stream if a broken row is an error: the rows after it are not encoded.
+    broken = BrokenRows(config.tokens, is_stream=config.tokens.broken_rows == "error")
+    entries = _show_rows(*open_rows(config, tokenizer))
+    shown = broken.read(entries, config.data.dataset_name or "dataset_mixture")
+    return list(chain.from_iterable(islice(shown, num_rows)))
 
 
-def _show_rows(config: RecipeConfig, rows: Iterable[Row], show: Show) -> Iterator[Shown]:
-    """Yield what is shown of each row, without those that cannot be encoded if ``broken_rows`` is ``drop``."""
+def _show_rows(rows: Iterable[Row], show: Show) -> Iterator[Shown | Problem]:
+    """Yield what is shown of each row, or a ``Problem`` in place of one that cannot be encoded."""
     for row in rows:
-        with suppress(DataError) if config.tokens.broken_rows == "drop" else nullcontext():
+        try:
             yield show(row)
+        except DataError as error:
+            yield error.problems[0]
 
 
 def _open_texts(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Iterable[Row], Show]:

@@ -228,10 +228,10 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
     counts = [np.zeros(0, np.int64)]
     for batch in packs.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
         masks = batch["loss_mask"].combine_chunks()
-        # Counts are differences of the cumulative sum at the boundaries of the packs.
-        ends = np.cumsum(masks.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
-        stops = np.cumsum(masks.value_lengths().to_numpy())
-        counts.append(np.diff(np.concatenate([[0], ends[stops - 1]])))
+        lengths = masks.value_lengths().to_numpy()
+        is_target = masks.flatten().to_numpy(zero_copy_only=False)
+        # `reduceat` is wrong for empty segments, which do not occur: every pack has a token.
+        counts.append(np.add.reduceat(is_target, np.cumsum(lengths) - lengths, dtype=np.int64))
     return np.concatenate(counts)
 
 

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from recipes_lib.config.schema import DataConfig, RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, REPEATED
+from recipes_lib.data.sources.splits import IntArray
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import read_record, verify_fields
-
-IntArray = npt.NDArray[np.int64]
 
 _OF_DATA: Final = {
     "dataset_name": str | None,

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch.utils.data
 
-from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.shards import IntArray, TokenSource
 
-IntArray = npt.NDArray[np.int64]
 WordArray = npt.NDArray[np.uint64]
 
 MAX_PERIOD: Final = 1_000_000
