@@ -137,7 +137,8 @@ class DataConfig:
     """Column mapping, ours to theirs: ``{prompt: question, completion: answer}``; ``{label: null}`` hides a column."""
     dataset_streaming: bool = False
     """Stream and tokenise during training, for data larger than the disk; needs ``max_steps``, or ``max_tokens`` of
-    pretraining."""
+    pretraining. A resumed fine-tuning run tokenises again what it has trained on; the watchdog ends it after two hours
+    without a step."""
     allow_eval_overlap: bool = False
     """Allow rows that are both in the training and the held-out data."""
 
