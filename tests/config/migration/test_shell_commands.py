@@ -188,6 +188,13 @@ def test_invalid_command_is_refused(text: str, found: str, tmp_path: Path) -> No
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["from trl import SFTConfig\nargs = SFTConfig(output_dir='a')\n", "x = 'a\n"])
+def test_python_script_is_named_as_such(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(ConfigError, match="is a Python script"):
+        migrate(tmp_path / "train.py")
+
+
 @pytest.mark.parametrize("text", ["model_name_or_path: trl/sft\n", "python: 3\n", "# trl sft\nseed: 1\n", ""])
 def test_config_text_is_not_a_command(text: str) -> None:
     assert not is_command(text)

@@ -348,8 +348,12 @@ def parse_command_text(text: str, name: str) -> tuple[str, Mapping[str, Any], st
         words before the script, which are the launcher and its flags.
 
     Raises:
-        ConfigError: The text is not a single command with flags only, or the command also reads a YAML file.
+        ConfigError: The text is a Python script, or not a single command with flags only, or the command also reads a
+            YAML file.
     """
+    if name.endswith(".py"):
+        remedy = "write the arguments of its config, such as SFTConfig, to a YAML file, one `key: value` a line"
+        raise ConfigError(Problem(name, "is a Python script", remedy))
     try:
         commands = [(words, start) for words in _split_commands(text) if (start := _find_script(words)) is not None]
     except ValueError as error:

@@ -103,7 +103,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
-    is_rewritten = text is not None and (path.suffix == ".sh" or legacy_files.is_command(text))
+    is_rewritten = text is not None and (path.suffix in {".sh", ".py"} or legacy_files.is_command(text))
     if text is not None and is_rewritten:
         script, flags, launcher = legacy_files.parse_command_text(text, str(path))
         names, text = [script], _dump(legacy_files.flatten_sections(flags))
