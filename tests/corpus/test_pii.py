@@ -41,6 +41,7 @@ FOUND = [
     ("iban", "GB82WEST12345698765432"),
     ("iban", "DE89 3704 0044 0532 0130 00"),
     ("iban", "NO93 8601 1117 947"),
+    ("iban", "UA21 3223 1300 0002 6007 2335 6600 1"),
     ("ssn", "078-05-1120"),
     ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nMIIB+/=\nabc\n-----END RSA PRIVATE KEY-----"),
     ("private_key", "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128-CBC,F1\n\nMIIB\n-----END RSA PRIVATE KEY-----"),
@@ -104,12 +105,33 @@ def test_phone_number_before_other_digits_is_masked():
     assert mask("+353 861 234 567 890 212 555", ["phone"], Counter()) == "<PHONE> 212 555"
 
 
+@pytest.mark.parametrize("prefix", ["1-", "1.", "tel:1-"])
+def test_north_american_number_after_the_country_code_is_masked(prefix):
+    for text in ("415-555-2671", "(415) 555-2671", "415.555.2671"):
+        assert mask(f"{prefix}{text}", PII_KINDS, Counter()) == f"{prefix}<PHONE>"
+    for text in ("3-1-415-555-2671", "v1.415.555.2671", "11-415-555-2671"):
+        assert mask(text, PII_KINDS, Counter()) == text
+
+
 def luhn_reference(digits):
     total = 0
     for place, digit in enumerate(reversed(digits)):
         value = int(digit) * (2 if place % 2 else 1)
         total += value // 10 + value % 10
     return total % 10 == 0
+
+
+def test_ibans_of_recent_members_of_the_registry_are_masked():
+    # The registry's own examples (SWIFT IBAN registry).
+    texts = (
+        "BI4210000100010000332045181 DJ2100010000000154000100186 EG380019000500000000263180002 FK88SC123456789012 "
+        "HN88CABF00000000000250005469 IQ98NBIQ850123456789012 LC55HEMM000100010012001200023015 "
+        "LY83002048000020100120361 MN121234123456789123 NI45BAPR00000013000003558124 OM810180000001299123456 "
+        "RU0304452522540817810538091310419 SC18SSCB11010000000000001497USD SD2129010501234001 "
+        "SO211000001001000100141 ST23000100010051845310146 SV62CENR00000000000000700025 "
+        "UA213223130000026007233566001 VA59001123000012345678 YE15CBYE0001018861234567891234"
+    )
+    assert [text for text in texts.split() if mask(text, PII_KINDS, Counter()) != "<IBAN>"] == []
 
 
 def test_luhn_and_iban_check_digits():

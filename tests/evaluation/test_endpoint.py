@@ -63,6 +63,8 @@ def test_replies_are_ordered_with_usage_and_distinct_seeds() -> None:
     first = dict(by_word["one"])
     answer_all(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
     assert first in server.asked[4:], "the same chat is asked alike"
+    answer_all(server, seed=1)
+    assert len({body["seed"] for body in server.asked}) == 8, "other seeds share no request"
     assert {name: first[name] for name in ("model", "temperature", "top_p")} == {
         "model": "m", "temperature": 0.5, "top_p": 0.9,
     }  # fmt: skip

@@ -165,6 +165,16 @@ def test_long_sequence_fits_only_with_context_parallelism(tiny_model_dir: Path) 
     assert not best["fsdp2"].fits
 
 
+def test_micro_batches_that_fit_only_with_checkpointing_are_candidates(tiny_model_dir: Path) -> None:
+    device, layouts = choose_device("H100"), [Layout("fsdp2", 8, Held(8, 8, 8))]
+    config = build(tiny_model_dir, max_length=16_384)
+    counts = [
+        sum(one.memory.peak <= device.memory for one in search(config, LLAMA, layouts, 96, on))
+        for on in (device, dataclasses.replace(device, memory=1e15))
+    ]
+    assert counts[0] == counts[1] > 0
+
+
 def test_fewer_rows_than_gpus_need_model_parallelism(tiny_model_dir: Path) -> None:
     """Two rows per step on eight GPUs: only tensor-parallel groups of four can divide them."""
     layouts = [Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2_tp", 2, Held(2, 2, 2), tensor=4)]
@@ -186,12 +196,29 @@ def test_candidates_are_ranked_by_speed_and_margin_then_offload_then_groups_then
 
 
 def test_layouts_that_offload_more_than_a_machine_has_are_no_candidates(find, monkeypatch) -> None:
-    offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
-    found = find(80e9, layouts=[SHARDED, offloaded])
-    needed = 2 * max(one.memory.host_bytes for one in found)
-    for host, expected in ((needed, {SHARDED, offloaded}), (needed - 1, {SHARDED})):
-        monkeypatch.setattr("recipes_lib.planning.search.HOST_MEMORY", host)
-        assert {one.layout for one in find(80e9, layouts=[SHARDED, offloaded])} == expected
+    # A machine has up to eight of the processes.
+    for num_processes in (2, 16):
+        layouts = [SHARDED, Layout("fsdp2_offload", num_processes, Held(0, 0, 0))]
+        found = find(80e9, 16, layouts)
+        needed = min(num_processes, 8) * max(one.memory.host_bytes for one in found)
+        for host, expected in ((needed, set(layouts)), (needed - 1, {SHARDED})):
+            monkeypatch.setattr("recipes_lib.planning.search.HOST_MEMORY", host)
+            assert {one.layout for one in find(80e9, 16, layouts)} == expected
+        monkeypatch.undo()
+
+
+def test_ranks_of_a_group_share_the_computation(find) -> None:
+    group = Layout("fsdp2_cp", 1, Held(2, 2, 2), context=2, gathers_keys=True)
+    found = find(80e9, layouts=[SHARDED, group])
+    costs = [min(one.costs["compute"] for one in found if one.layout == layout) for layout in (SHARDED, group)]
+    assert costs[1] == pytest.approx(costs[0])
+
+
+def test_sampled_evaluation_batches_are_planned_as_configured(tiny_model_dir: Path) -> None:
+    keys = {"teacher_model_name_or_path": tiny_model_dir, "lmbda": 0.5, "per_device_eval_batch_size": 6}
+    config, model = build(tiny_model_dir, "distill", **keys), AutoConfig.from_pretrained(tiny_model_dir)
+    found = search(config, model, [REPLICATED], 8, choose_device("H100"))
+    assert {one.keys["per_device_eval_batch_size"] for one in found} == {6}
 
 
 def test_unsupported_keys_are_no_candidates(tiny_model_dir: Path) -> None:

@@ -163,9 +163,9 @@ PATTERNS: Final = (
     Pattern("ssn", re.compile(r"\d(?<!(?a:[\w-])\d)\d\d-\d{2}-\d{4}(?!(?a:[\w-]))"), _whole(_is_ssn), ("-",)),
     Pattern(
         "phone",
-        # Not DFARS 252.227-7013, a clause of licences.
+        # Also after the country code, 1-415-555-2671; not DFARS 252.227-7013, a clause of licences.
         re.compile(
-            r"[(\d](?<!(?a:[\w.-])[(\d])"
+            r"[(\d](?:(?<!(?a:[\w.-])[(\d])|(?<=(?<!(?a:[\w.-]))1[.-][(\d]))"
             r"(?:(?<=\()\d{3}\) ?\d{3}[-.]|(?<=\d)\d{2}(?:[- ]\d{3}-|\.\d{3}\.))\d{4}(?!(?a:[\w-]))"
         ),
         _whole(_is_phone),

@@ -72,6 +72,7 @@ def test_pipeline_is_read_from_variables(schedule, num_chunks):
         ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "three"}, "ZERO_STAGE: 'three' is not a whole number from 0 on"),
         ({"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "CLIPPING: 'nan' is not a number from 0 on"),
         ({"ACCELERATE_GRADIENT_CLIPPING": "inf"}, "CLIPPING: 'inf' is not a number from 0 on"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "none"}, "CLIPPING: 'none' is not a number from 0 on"),
         ({"ACCELERATE_MIXED_PRECISION": "int8"}, "mixed_precision: there is no precision 'int8'"),
     ],
 )

@@ -216,7 +216,7 @@ def _read_layout(env: Mapping[str, str]) -> Layout:
         zero_stage=_read_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
         gathers_on_save=_is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
         accumulation=None if env.get(accumulation, "auto") == "auto" else _read_number(env, accumulation, 1, least=1),
-        clipping=None if env.get(clipping, "auto") in ("auto", "none") else _read_number(env, clipping, 1.0),
+        clipping=None if env.get(clipping, "auto") == "auto" else _read_number(env, clipping, 1.0),
         offloads_optimizer=env.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
         pipeline_stages=_read_number(env, _PIPELINE_STAGES, 1, least=1),
         schedule=schedule,
