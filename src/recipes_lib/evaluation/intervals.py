@@ -14,7 +14,9 @@ _FEWEST: Final = 6
 
 
 def compute_interval(differences: Any) -> tuple[float, float]:
-    """Return a conservative 95 % confidence interval, low and high end, of the mean of paired differences.
+    """Return a 95 % confidence interval, low and high end, of the mean of paired differences.
+
+    It is conservative, except for scores of strongly skewed differences: 86 to 89 % coverage of lognormal ones.
 
     For differences of -1, 0 and 1 (right or wrong answers): the union of Bonett and Price's interval and the exact one
     of McNemar's test, which excludes 0 only if that test is significant. For other scores: the union of Student's

@@ -90,9 +90,8 @@ def test_command_of_openrlhf_is_read(tmp_path: Path) -> None:
     migration = migrate(path)
     assert migration.recipe == "dpo"
     assert "model_name_or_path: a/b\nmax_length: 64\ndataset_name: c/d\n" in migration.text
-    # The global batch and that of a device.
-    assert "\n# train_batch_size: 256\n" in migration.text
-    assert "\n# micro_train_batch_size: 2\n" in migration.text
+    # The global batch follows from that of a device.
+    assert "\n# train_batch_size: 256\nper_device_train_batch_size: 2\n" in migration.text
 
 
 VERL = r"""
