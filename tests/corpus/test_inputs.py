@@ -239,6 +239,23 @@ def test_broken_rows_are_counted_or_raise(tmp_path):
         read({"name": str(path)}, raises=True)
 
 
+@pytest.mark.parametrize(("mode", "repaired"), [("apply", ["one two", "x\ufffd😀"]), ("annotate", [])])
+def test_texts_that_fix_text_can_repair_are_no_broken_rows(tmp_path, mode, repaired):
+    texts, path, out = ["one\0 two", "x\ud83d\ud83d\ude00", "three", "\0"], tmp_path / "a.jsonl", tmp_path / "corpus"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    make_corpus(CorpusConfig(sources=[{"name": str(path)}], output_dir=str(out), fix_text=mode, workers=1))
+    assert sorted(document.text for document in read({"name": str(out)})[0]) == sorted(["three", *repaired])
+
+
+@pytest.mark.parametrize("doc", [{"body": "one", "url": "u"}, '{"body": "one"}'])
+def test_field_that_is_the_text_is_no_metadata(tmp_path, doc):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"doc": doc, "n": 1}))
+    ((document,), *_) = read({"name": str(path), "columns": {"text": "doc.body"}})
+    rest = {"doc": {"url": "u"}} if isinstance(doc, dict) else {}
+    assert (document.text, document.metadata) == ("one", {"n": 1, SOURCE: "a", **rest})
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])
 def test_file_that_ends_early_is_an_error_although_broken_rows_are_dropped(tmp_path, name):
     """As after a truncated download: the rows that it lacks cannot be counted."""
