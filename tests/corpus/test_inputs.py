@@ -215,10 +215,11 @@ def test_corpus_is_a_source_of_another_one_and_no_earlier_one_of_itself(tmp_path
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path, caplog):
     (tmp_path / "a.html").write_text("<p>one</p>")
-    for name in ("README.md", "robots.txt", "b.warc.zst"):
+    (tmp_path / "_sources").mkdir()
+    for name in ("README.md", "robots.txt", "b.warc.zst", "_sources/a.rst.txt"):
         (tmp_path / name).write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
-    assert caplog.messages == [f"{tmp_path}: files of unknown kinds are ignored: b.warc.zst"]
+    assert caplog.messages == [f"{tmp_path}: files of unknown kinds are ignored: _sources/a.rst.txt, b.warc.zst"]
     for name in ("b.txt", "b.jsonl.gz"):
         (tmp_path / name).write_text("two")
         with pytest.raises(DataError, match=f"mixes pages and other data: a.html, {name}"):

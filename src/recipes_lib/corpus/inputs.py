@@ -179,6 +179,8 @@ def _find_pages(path: Path) -> list[Path]:
         if file.name.lower().endswith((*_HTML, *_WARC)) and not is_report:
             pages.setdefault(realpath(file), file)
     others = [file for file in files if local_files.find_suffix(file) in local_files.READERS]
+    # Sphinx puts the source of each page beside its site.
+    others = [file for file in others if "_sources" not in file.relative_to(path).parts]
     if pages and others:
         found = f"the folder mixes pages and other data: {next(iter(pages.values())).name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
