@@ -215,10 +215,11 @@ def test_corpus_is_a_source_of_another_one_and_no_earlier_one_of_itself(tmp_path
 
 def test_folder_of_html_and_other_data_is_refused(tmp_path, caplog):
     (tmp_path / "a.html").write_text("<p>one</p>")
-    for name in ("README.md", "robots.txt", "b.warc.zst"):
+    (tmp_path / "_sources").mkdir()
+    for name in ("README.md", "robots.txt", "b.warc.zst", "_sources/a.rst.txt"):
         (tmp_path / name).write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
-    assert caplog.messages == [f"{tmp_path}: files of unknown kinds are ignored: b.warc.zst"]
+    assert caplog.messages == [f"{tmp_path}: files of unknown kinds are ignored: _sources/a.rst.txt, b.warc.zst"]
     for name in ("b.txt", "b.jsonl.gz"):
         (tmp_path / name).write_text("two")
         with pytest.raises(DataError, match=f"mixes pages and other data: a.html, {name}"):
@@ -237,6 +238,23 @@ def test_broken_rows_are_counted_or_raise(tmp_path):
     assert [note.partition(": ")[0] for note in ledger.notes] == [f"{path}:{line}" for line in (2, 3, 4)]
     with pytest.raises(DataError, match=r"broken_rows: drop"):
         read({"name": str(path)}, raises=True)
+
+
+@pytest.mark.parametrize(("mode", "repaired"), [("apply", ["one two", "x\ufffd😀"]), ("annotate", [])])
+def test_texts_that_fix_text_can_repair_are_no_broken_rows(tmp_path, mode, repaired):
+    texts, path, out = ["one\0 two", "x\ud83d\ud83d\ude00", "three", "\0"], tmp_path / "a.jsonl", tmp_path / "corpus"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    make_corpus(CorpusConfig(sources=[{"name": str(path)}], output_dir=str(out), fix_text=mode, workers=1))
+    assert sorted(document.text for document in read({"name": str(out)})[0]) == sorted(["three", *repaired])
+
+
+@pytest.mark.parametrize("doc", [{"body": "one", "url": "u"}, '{"body": "one"}'])
+def test_field_that_is_the_text_is_no_metadata(tmp_path, doc):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"doc": doc, "n": 1}))
+    ((document,), *_) = read({"name": str(path), "columns": {"text": "doc.body"}})
+    rest = {"doc": {"url": "u"}} if isinstance(doc, dict) else {}
+    assert (document.text, document.metadata) == ("one", {"n": 1, SOURCE: "a", **rest})
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz"])

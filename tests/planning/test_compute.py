@@ -16,10 +16,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     DiffLlamaConfig,
     FalconH1Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
@@ -108,8 +110,19 @@ def test_flops_match_flop_counter(name: str, is_frozen: bool) -> None:
     assert closed_form == pytest.approx(count_flops(CONFIGS[name], is_frozen=is_frozen), rel=0.02)
 
 
-def test_attention_term_grows_with_sequence_as_counted() -> None:
-    config = LlamaConfig(**SMALL)
+INDEXED = {**SMALL, **MLA, "num_key_value_heads": 4, "index_topk": 96, "index_n_heads": 4, "index_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SMALL),
+        DeepseekV32Config(**INDEXED, n_routed_experts=8, num_experts_per_tok=2),
+        GlmMoeDsaConfig(**INDEXED, n_routed_experts=8, num_experts_per_tok=2, indexer_types=["full", "shared", "full"]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_attention_term_grows_with_sequence_as_counted(config: PretrainedConfig) -> None:
     difference = compute_flops_per_token(config, 96).body - compute_flops_per_token(config, 48).body
 
     counted = count_flops(config, 96) / (BATCH * 96) - count_flops(config, 48) / (BATCH * 48)

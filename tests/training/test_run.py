@@ -19,9 +19,10 @@ from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
+from recipes_lib.training.checkpoints.resume import RECORDED
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.run import RECORDED, Run, start_run
+from recipes_lib.training.run import Run, start_run
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,8 @@ def rendezvous(monkeypatch):
 
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
+TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
@@ -43,10 +46,6 @@ def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
         model=ModelConfig(model_name_or_path="model"),
         provenance={"learning_rate": "--learning_rate"},
     )
-
-
-TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
-BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:

@@ -251,7 +251,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
     folder = work / f"clean-{compute_key(content)[:16]}"
     ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, build_masker(config))
     pipeline = [
-        Read(source, ledger, raises=config.broken_rows == "error"),
+        Read(source, ledger, raises=config.broken_rows == "error", repairs=config.fix_text == "apply"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
         WriteClean(folder, config, ledger),
     ]
@@ -351,7 +351,7 @@ def dry_run_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -
     for source in open_inputs(config, streams=True):
         steps = build_steps(config, source.kind, load_scorer)
         ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
-        documents = Read(source, ledger, raises=config.broken_rows == "error").run()
+        documents = Read(source, ledger, raises=config.broken_rows == "error", repairs=config.fix_text == "apply").run()
         first = next(documents, None)
         if first is None:
             found = ": ".join(["the first task has no document", *ledger.notes[:1]])

@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
 _PARQUET: Final = ".parquet"
+_UNENCODABLE: Final = re.compile("[\0\ud800-\udfff]")
 MAX_DOCUMENT_BYTES: Final = 1 << 27
 """Size of the longest document that is kept: the steps take up to twenty bytes of memory for a byte of text."""
 _PLACES: Final = 20
@@ -177,6 +179,8 @@ def _find_pages(path: Path) -> list[Path]:
         if file.name.lower().endswith((*_HTML, *_WARC)) and not is_report:
             pages.setdefault(realpath(file), file)
     others = [file for file in files if local_files.find_suffix(file) in local_files.READERS]
+    # Sphinx puts the source of each page beside its site.
+    others = [file for file in others if "_sources" not in file.relative_to(path).parts]
     if pages and others:
         found = f"the folder mixes pages and other data: {next(iter(pages.values())).name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
@@ -270,10 +274,18 @@ class Read(PipelineStep):  # type: ignore[misc]
 
     type, name = "READ", READ
 
-    def __init__(self, source: CorpusInput, ledger: Ledger, *, raises: bool) -> None:
-        """Read ``source``; ``raises``: raise for the first unreadable record instead of counting it."""
+    def __init__(self, source: CorpusInput, ledger: Ledger, *, raises: bool, repairs: bool = False) -> None:
+        """Read ``source``.
+
+        Args:
+            source: The source.
+            ledger: Counts the documents.
+            raises: Raise for the first unreadable record instead of counting it.
+            repairs: Whether ``fix_text`` is applied to its texts.
+        """
         super().__init__()
         self.source, self.ledger, self.raises = source, ledger, raises
+        self.repairs = repairs and source.kind != "chat"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of task ``rank``.
@@ -325,7 +337,7 @@ class Read(PipelineStep):  # type: ignore[misc]
     def _read(self, part: Part) -> Iterator[Document | Problem]:
         try:
             if part.source is not None:
-                yield from read_documents(part.source.rows(), part.label)
+                yield from read_documents(part.source.rows(), part.label, repairs=self.repairs)
             elif part.page is not None:
                 is_warc = part.page.name.lower().endswith(_WARC)
                 yield from read_warc(part.page, part.label) if is_warc else [read_page(part.page, part.label)]
@@ -334,12 +346,14 @@ class Read(PipelineStep):  # type: ignore[misc]
             raise ReadFailedError(Problem(part.label, found, "run the same command again")) from error
 
 
-def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
+def read_documents(entries: Iterable[Entry], label: str, *, repairs: bool = False) -> Iterator[Document | Problem]:
     """Yield each row as a document or a problem; the first valid row determines the layout of all rows.
 
     Args:
         entries: Rows and problems of a source.
         label: Prefix of the ids of documents whose row has no ``id``.
+        repairs: Remove NUL characters from texts, and join halves of a surrogate pair or replace them by U+FFFD, as
+            ftfy does; otherwise the rows are problems, for no tokenizer encodes them.
     """
     row_format: RowFormat | None = None
     for entry in entries:
@@ -349,6 +363,10 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
         try:
             if row_format is None:
                 row_format = detect_format(entry)
+            for name in row_format.columns if repairs else ():
+                if isinstance(text := entry.columns.get(name), str) and _UNENCODABLE.search(text):
+                    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    entry.columns[name] = whole.replace("\0", "")
             row = canonicalize(entry, row_format)
             yield _to_document(row, entry, label, row_format)
         except DataError as error:

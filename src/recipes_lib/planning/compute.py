@@ -69,6 +69,8 @@ def compute_flops_per_token(config: PreTrainedConfig, sequence_length: int, *, i
     head, num_weights = model.get_output_embeddings(), _count_active_weights(inner, text_config)
     passes = FORWARD_AND_BACKWARD - is_frozen
     attention = FORWARD_AND_BACKWARD * 2.0 * count_attended(text_config, sequence_length)
+    # Indexers have no gradients.
+    attention += 2.0 * _count_indexed(text_config) * sequence_length
     return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
 
 
@@ -234,8 +236,8 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
 
     Twice their number are the forward FLOPs of attention scores and weighted sums. With ``of_keys``, each key-value
     head counts once: what a KV cache of this length holds. At length 1, they are the features of queries and outputs
-    of a token, or of its keys and values. 0 for models without attention, such as Mamba. Not counted: the scores of all
-    tokens by which sparse attention selects its keys (DeepSeek V3.2), and compressed attention (DeepSeek V4).
+    of a token, or of its keys and values. 0 for models without attention, such as Mamba. Not counted: the compressed
+    attention of DeepSeek V4.
     """
     layers = [*list_layer_configs(config)]
     # Mamba and RWKV have no attention heads.
@@ -254,6 +256,18 @@ def count_attended(config: Any, sequence_length: float, *, of_keys: bool = False
             value_dim *= 2 if config.model_type == "diffllama" and not of_keys else 1
             number += min(sequence_length, window) * heads * (score_dim + value_dim)
     return number
+
+
+def _count_indexed(config: Any) -> int:
+    """Return the features by which the indexers of sparse attention (DeepSeek V3.2) score each token, over all layers.
+
+    GLM-5 has layers that share the selection of an earlier one.
+    """
+    kinds = getattr(config, "indexer_types", None) or getattr(config, "layer_types", None) or []
+    number = sum(kind in ("full", "indexed_attention") for kind in kinds)
+    num_heads, head_dim = getattr(config, "index_n_heads", 0), getattr(config, "index_head_dim", 0)
+    # A product for each feature, and one for the weight of the head.
+    return int(number * num_heads * (head_dim + 1))
 
 
 def count_latents(config: Any) -> int:

@@ -204,6 +204,7 @@ def test_judge_without_verdicts_is_an_error(folder: Path, compare) -> None:
         (["other", "other", "more"], {"all": 3, "other": 2, "more": 1}),
         (["all", "all", "more", "other"], {"all": 4, "more": 1, "other": 1}),
         ([None, None], {"all": 2}),
+        ([None, "a", "b"], {"all": 3, "a": 1, "b": 1}),
     ],
 )
 def test_rates_of_each_category(categories: list[Any], counts: dict[str, int]) -> None:

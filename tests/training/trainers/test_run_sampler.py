@@ -84,23 +84,33 @@ def test_last_step_of_epoch_takes_remaining_rows():
     assert rows[-1][0] == 11 * 9 + 8
 
 
-@given(num_rows=st.integers(1, 60), batch_size=st.integers(1, 9), num_ranks=st.integers(1, 5), drop_last=st.booleans())
-def test_shard_evenly_gives_equal_batches_and_counts_rows_once(num_rows, batch_size, num_ranks, drop_last):
-    counted, lengths = [], set()
+@given(
+    num_rows=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    num_ranks=st.integers(1, 5),
+    drop_last=st.booleans(),
+    is_shuffled=st.booleans(),
+)
+def test_shard_evenly_gives_equal_batches_and_counts_rows_once(num_rows, batch_size, num_ranks, drop_last, is_shuffled):
+    shuffled = RunSampler(EpochOrder(num_rows, 3), skips=RowSkips(), read_epoch=lambda: 1)
+    sampler = shuffled if is_shuffled else SequentialSampler(range(num_rows))
+    order, counted, lengths = list(sampler), [], set()
     for rank in range(num_ranks):
-        batches = BatchSampler(SequentialSampler(range(num_rows)), batch_size, drop_last)
         # ``shard_evenly`` overrides accelerate's number of processes.
+        batches = BatchSampler(sampler, batch_size, drop_last)
         shard = BatchSamplerShard(batches, num_processes=num_ranks + 1, process_index=0)
         is_last_repeated = shard_evenly(shard, num_ranks, rank)
         for _ in range(2):
             taken = list(shard)
             assert len(taken) == len(shard)
             assert all(taken)
+        assert len(list(shard.batch_sampler)) == len(taken), "a resume skips no batch of another rank"
         lengths.add(len(taken))
         # Round-robin, as by accelerate.
         own = taken[: -1 if is_last_repeated else None]
-        assert [batch[0] for batch in own] == [(at * num_ranks + rank) * batch_size for at in range(len(own))]
+        assert [batch[0] for batch in own] == order[rank * batch_size :: num_ranks * batch_size][: len(own)]
         counted += [row for batch in own for row in batch]
     rows_per_round = batch_size * num_ranks
     assert lengths == {num_rows // rows_per_round if drop_last else -(-num_rows // rows_per_round)}
-    assert sorted(counted) == list(range(num_rows // rows_per_round * rows_per_round if drop_last else num_rows))
+    expected = order[: num_rows // rows_per_round * rows_per_round if drop_last else num_rows]
+    assert sorted(counted) == sorted(expected)

@@ -212,7 +212,7 @@ def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
     """
     groups: dict[str, list[Any]] = {"all": []}
     for row in rows:
-        for name in {"all", str(row["category"])}:  # A set, because a category may be called "all".
+        for name in {"all", row["category"] or "all"}:  # A set, because a category may be called "all".
             groups.setdefault(name, []).append((row["winner"], row["orders"]))
     rates = {name: compute_win_rate(found) for name, found in groups.items()}
     return rates if len(rates) > 2 else {"all": rates["all"]}

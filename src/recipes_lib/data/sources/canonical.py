@@ -68,9 +68,18 @@ class RenamedSource:
             yield replace(entry, columns=self._rename(entry.columns)) if isinstance(entry, RawRow) else entry
 
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        hidden = {*self.columns, *self.columns.values()}
-        kept = {name: value for name, value in row.items() if name not in hidden}
-        return kept | {name: _find(row, column) for name, column in self.columns.items() if column}
+        kept = row
+        for column in (*self.columns, *filter(None, self.columns.values())):
+            kept = _hide(kept, column)
+        return dict(kept) | {name: _find(row, column) for name, column in self.columns.items() if column}
+
+
+def _hide(row: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return a row without a column, or without a field of its object; one that is a text of JSON is left out whole."""
+    first, _, field = column.partition(".")
+    if column not in row and isinstance(row.get(first), Mapping):
+        return {**row, first: _hide(row[first], field)}
+    return {name: value for name, value in row.items() if name != (column if column in row else first)}
 
 
 def _find(row: Mapping[str, Any], column: str) -> Any:

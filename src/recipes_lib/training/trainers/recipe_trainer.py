@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, Trai
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
+from recipes_lib.data.sources.splits import IntArray
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import enable_checkpointing
@@ -530,31 +531,37 @@ class RunSampler(Sampler[int]):
         return self._order.rows_per_epoch
 
     def __iter__(self) -> Iterator[int]:
+        # One integer at a time: a list of them takes 40 bytes a row, on every process.
+        yield from map(int, self.read_rows())
+
+    def read_rows(self) -> IntArray:
+        """Return the rows of the epoch, ``int64 (len(self),)``."""
         # Positions are counted over the whole run: a skip shifts all later rows, across the epoch's end too.
         first = self._read_epoch() * len(self)
-        natural = self._skips.locate(np.arange(first, first + len(self)))
-        # One integer at a time: a list of them takes 40 bytes a row, on every process.
-        yield from map(int, self._order.locate(natural))
+        return self._order.locate(self._skips.locate(np.arange(first, first + len(self))))
 
 
-class EvenBatches(BatchSampler):
-    """Batch sampler that repeats the last batch until their number is a multiple of the data-parallel ranks."""
+class RankBatches(BatchSampler):
+    """Every ``data_size``-th batch of an epoch, from ``data_rank`` on; the last batch replaces those beyond it."""
 
-    def __init__(self, batches: BatchSampler, data_size: int) -> None:
-        """Pad ``batches`` to a multiple of ``data_size``, or not at all with ``drop_last``."""
+    def __init__(self, batches: BatchSampler, data_size: int, data_rank: int) -> None:
+        """Take ``batches`` round-robin, as many on each rank; ``drop_last`` drops an incomplete round."""
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
-        self._batches = batches
-        self.num_repeats = 0 if batches.drop_last else -len(batches) % data_size
+        num_batches, num_dropped = len(batches), data_size - 1 if batches.drop_last else 0
+        self._numbers = range(data_rank, num_batches + data_rank - num_dropped, data_size)
+        self._last = num_batches - 1
+        self.is_last_repeated = len(self) > 0 and self._numbers[-1] > self._last
 
     def __len__(self) -> int:
-        return len(self._batches) + self.num_repeats
+        return len(self._numbers)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for batch in self._batches:
-            yield batch
-        for _ in range(self.num_repeats):
-            yield batch
+        # Slices, for a resume takes all batches before its first one: those of other ranks are never built.
+        sampler: Any = self.sampler
+        rows = sampler.read_rows() if isinstance(sampler, RunSampler) else range(len(sampler))
+        for number in self._numbers:
+            first = min(number, self._last) * self.batch_size
+            yield list(map(int, rows[first : first + self.batch_size]))
 
 
 def shard_evenly(shard: BatchSamplerShard, data_size: int, data_rank: int) -> bool:
@@ -573,7 +580,7 @@ def shard_evenly(shard: BatchSamplerShard, data_size: int, data_rank: int) -> bo
 
     Source: ``tests/training/trainers/test_run_sampler.py``.
     """
-    batches = EvenBatches(shard.batch_sampler, data_size)
+    batches = RankBatches(shard.batch_sampler, data_size, data_rank)
     shard.batch_sampler, shard.even_batches = batches, False
-    shard.num_processes, shard.process_index = data_size, data_rank
-    return data_rank >= data_size - batches.num_repeats
+    shard.num_processes, shard.process_index = 1, 0
+    return batches.is_last_repeated
