@@ -315,7 +315,6 @@ def test_keys_of_other_programs_keep_their_meaning(write, minimal_text: str, rec
 @pytest.mark.parametrize(
     ("recipe", "old"),
     [
-        ("sft", "batch_size: 8\nmicro_batch_size: 2"),
         ("sft", "validation_split_percentage: 5"),
         # SimPO's own files have the margin divided by beta, and axolotl the step at which a cosine ends.
         ("dpo", "gamma_beta_ratio: 0.3\nloss_type: simpo"),
