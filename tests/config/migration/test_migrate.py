@@ -303,6 +303,7 @@ def test_prompts_of_open_r1_become_chats_with_a_system_message(write) -> None:
         ("sft", "gradient_checkpointing: offload", OFFLOADED),
         ("lora", "gradient_checkpointing: true\nactivation_offloading: true", OFFLOADED),
         ("sft", "default_system: Be brief.", {"system_prompt": "Be brief."}),
+        ("grpo", "reward_funcs: [a:b]\ntop_k: -1\nmin_p: 0.0\ntop_p: 1.0", {"reward_funcs": ["a:b"]}),
     ],
 )
 def test_keys_of_other_programs_keep_their_meaning(write, minimal_text: str, recipe, old, new) -> None:
