@@ -53,6 +53,14 @@ def test_meaning_names_existing_keys(meaning) -> None:
         ("sft", {"loss_on", "packing", "optimizer._component_"}, ["`lr_scheduler_type: constant`"]),
         ("sft", {"loss_on", "packing", "optimizer._component_", "lr_scheduler._component_"}, []),
         (
+            "ppo",
+            {"actor_rollout_ref.actor.optim.lr", "missing_eos_penalty"},
+            ["`lr_scheduler_type: constant_with_warmup`"],
+        ),
+        ("ppo", {"actor_rollout_ref.actor.optim.lr", "missing_eos_penalty", "lr_scheduler_type"}, []),
+        ("reward", {"adam.lr"}, ["`lr_scheduler_type: cosine_with_min_lr`"]),
+        ("reward", {"adam.lr", "lr_scheduler"}, []),
+        (
             "distill",
             {"teacher_model_name_or_path", "packing"},
             ["`distillation_alpha: 0`", "`lmbda: 0.5`", "`distillation_beta: 0.5`"],

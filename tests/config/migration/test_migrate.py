@@ -302,7 +302,10 @@ def test_prompts_of_open_r1_become_chats_with_a_system_message(write) -> None:
         ("dpo", "sample_packing: true", {}),
         ("sft", "gradient_checkpointing: offload", OFFLOADED),
         ("lora", "gradient_checkpointing: true\nactivation_offloading: true", OFFLOADED),
+        ("sft", "enable_activation_offloading: true", OFFLOADED),
+        ("sft", "enable_activation_offloading: false", {}),
         ("sft", "default_system: Be brief.", {"system_prompt": "Be brief."}),
+        ("grpo", "reward_funcs: [a:b]\ntop_k: -1\nmin_p: 0.0\ntop_p: 1.0", {"reward_funcs": ["a:b"]}),
     ],
 )
 def test_keys_of_other_programs_keep_their_meaning(write, minimal_text: str, recipe, old, new) -> None:
@@ -315,7 +318,6 @@ def test_keys_of_other_programs_keep_their_meaning(write, minimal_text: str, rec
 @pytest.mark.parametrize(
     ("recipe", "old"),
     [
-        ("sft", "batch_size: 8\nmicro_batch_size: 2"),
         ("sft", "validation_split_percentage: 5"),
         # SimPO's own files have the margin divided by beta, and axolotl the step at which a cosine ends.
         ("dpo", "gamma_beta_ratio: 0.3\nloss_type: simpo"),
@@ -375,6 +377,7 @@ optimizer:
   _component_: torch.optim.AdamW
   lr: 3e-4
 profiler: {warmup_steps: 3}
+dataset: {split: train}
 lr_scheduler: {num_warmup_steps: 100}
 dataset_name: c/d
 """
@@ -396,6 +399,7 @@ def test_keys_in_sections_of_other_programs_are_keys(write) -> None:
     # A key of a section that the file also has outside, and one that is not known.
     assert "\n# training.output_dir: runs/b\n" in migration.text
     assert "\n# optimizer._component_: torch.optim.AdamW\n" in migration.text
+    assert "`dataset.split`; did you mean `dataset_train_split`?" in migration.text
 
 
 @pytest.mark.parametrize("value", ["true", "null", "text", "{a: b}"])

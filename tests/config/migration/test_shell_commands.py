@@ -81,17 +81,26 @@ def test_trl_command_migrates_to_loadable_recipe(command: str, tmp_path: Path) -
     assert not [change for change in migration.changes if change.line]
 
 
-def test_command_of_openrlhf_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "micro"),
+    [
+        ("--pretrain a/b --max_len 64 --train_batch_size 256 --micro_train_batch_size 2", "micro_train_batch_size"),
+        (
+            "--model.model_name_or_path a/b --data.max_len 64 --train.batch_size 256 --train.micro_batch_size 2",
+            "micro_batch_size",
+        ),
+    ],
+)
+def test_command_of_openrlhf_is_read(flags: str, micro: str, tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
-    path.write_text(
-        "deepspeed --module openrlhf.cli.train_dpo --pretrain a/b --max_len 64 --dataset c/d "
-        "--train_batch_size 256 --micro_train_batch_size 2\n"
-    )
+    path.write_text(f"deepspeed --module openrlhf.cli.train_dpo --dataset c/d {flags}\n")
     migration = migrate(path)
     assert migration.recipe == "dpo"
-    assert "model_name_or_path: a/b\nmax_length: 64\ndataset_name: c/d\n" in migration.text
+    assert "dataset_name: c/d\nmodel_name_or_path: a/b\nmax_length: 64\n" in migration.text
     # The global batch follows from that of a device.
-    assert "\n# train_batch_size: 256\nper_device_train_batch_size: 2\n" in migration.text
+    total = micro.replace("micro_", "")
+    assert f"\n# {total}: 256\nper_device_train_batch_size: 2\n" in migration.text
+    assert f"\n# `{total}` follows from other keys; " in migration.text
 
 
 VERL = r"""
@@ -99,25 +108,27 @@ VERL = r"""
 set -x
 MODEL=a/b
 export N=${ANSWERS:-5} RUN="$MODEL #1"
+LENGTH=$(( 512 * 2 ))  # tokens
 python3 -m verl.trainer.main_ppo --config-name='ppo_trainer' \
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False \
-    data.max_response_length=1024 \
+    data.max_response_length=${LENGTH} algorithm.a=$(((LENGTH + 8) * 2)) \
     data.train_files="$HOME/train.parquet" \
     actor_rollout_ref.model.path=$MODEL \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.rollout.n=${N} \
     trainer.experiment_name="$RUN" \
+    actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     +trainer.total_epochs=15 "$@" 2>&1 | tee log.txt
 """
 SAME_AS_FILE = """
-algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+algorithm: {adv_estimator: grpo, use_kl_in_reward: false, a: $(((LENGTH+8)*2))}
 data:
   max_response_length: 1024
   train_files: $HOME/train.parquet
 actor_rollout_ref:
   model: {path: a/b}
   actor: {optim: {lr: 1e-6}}
-  rollout: {n: 5}
+  rollout: {n: 5, top_k: -1, gpu_memory_utilization: 0.6}
 trainer: {experiment_name: "a/b #1", total_epochs: 15}
 """
 
@@ -132,6 +143,7 @@ def test_overrides_and_sections_of_verl_are_read(name: str, text: str, tmp_path:
         "model_name_or_path": "a/b",
         "learning_rate": 1e-6,
         "num_generations": 5,
+        "vllm_gpu_memory_utilization": 0.6,
         "run_name": "a/b #1",
         "num_train_epochs": 15,
         "output_dir": "trainer_output",

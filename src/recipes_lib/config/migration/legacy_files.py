@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ _SCRIPT: Final = re.compile(r"\.py$|\.(scripts|cli|trainer)\.")
 """A script, or a module of TRL, OpenRLHF or verl."""
 _VARIABLE: Final = re.compile(r"\$(\w+)|\$\{(\w+)(?::-([^}]*))?\}")
 _QUOTED_OR_COMMENT: Final = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*")|(?:^|(?<=\s))(?:#.*|2>&1)""", re.MULTILINE)
+_ARITHMETIC: Final = re.compile(r"\$\(\((.*?)\)\)+")
 _OVERRIDE: Final = re.compile(r"\+*([\w.]+)=(.*)", re.DOTALL)
 """An override of Hydra, as verl takes them."""
 
@@ -388,6 +390,7 @@ def parse_command_text(text: str, name: str) -> tuple[str, Mapping[str, Any], st
 def _split_commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, with the values of variables that were assigned before it."""
     plain = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text).replace("\\\n", " ")
+    plain = _ARITHMETIC.sub(_multiply, plain)
     lexer = shlex.shlex(plain, posix=True, punctuation_chars="\n;&|")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     variables = dict[str, str]()
@@ -404,6 +407,13 @@ def _split_commands(text: str) -> Iterator[list[str]]:
             # command after `--` as a job, as in open-instruct.
             command = [word for word in words if not re.match(r"\$\{?[@*]", word)]
             yield command[max((at for at, word in enumerate(command, 1) if word == "--"), default=0) :]
+
+
+def _multiply(found: re.Match[str]) -> str:
+    """Return the product of an arithmetic expansion such as ``$((1024 * 8))``; of any other, the text as one word."""
+    factors = [factor.strip() for factor in found[1].split("*")]
+    is_product = all(factor.isdecimal() for factor in factors)
+    return str(math.prod(map(int, factors))) if is_product else re.sub(r"\s", "", found[0])
 
 
 def _find_script(words: Sequence[str]) -> int | None:

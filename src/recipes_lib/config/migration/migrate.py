@@ -166,6 +166,11 @@ class _Rewriter:
         if values.get("lora_target_linear") is True and values.get("lora_target_modules"):
             self._give_way(entries["lora_target_modules"], "lora_target_linear")
         recipe = self.table.recipe
+        if {"batch_size", "micro_batch_size"} <= entries.keys():
+            # The global batch, as in axolotl and OpenRLHF.
+            total = read_known(recipe)["global_batch_size"]
+            self._comment_out(entries["batch_size"], f"`batch_size` {total.found}; {total.remedy}")
+            self.values["batch_size"] = None
         if recipe in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
             # TRL's PPO loaded the policy from `sft_model_path`, and only the tokenizer from `model_name_or_path`.
             model = entries["model_name_or_path"]
