@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     chosen = choose_stages(pipeline, *ends)
     if problems := list(_find_unknown_commands(pipeline)):
         raise ConfigError(*problems)
-    places = {flag: given.get("dest", flag) for flag, given in _OF_EXECUTORS.items() if flag != "gpu" or not options.plan}
+    places = {
+        flag: given.get("dest", flag) for flag, given in _OF_EXECUTORS.items() if flag != "gpu" or not options.plan
+    }
     unused = [flag for flag, at in places.items() if getattr(options, at) != parser.get_default(at)]
     if unused and options.executor == "local":
         found = "has no effect on stages that run here"
