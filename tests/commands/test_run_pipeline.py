@@ -96,6 +96,7 @@ def test_folder_with_name_of_shipped_pipeline_is_not_opened(tmp_path, monkeypatc
         (["--only", "one", "--until", "two"], "--only: excludes --until"),
         (["--gpus_per_node", "8"], "--gpus_per_node: has no effect on stages that run here"),
         (["--gpu", "H100"], "--gpu: has no effect on stages that run here"),
+        (["--plan", "--num_nodes", "2"], "--num_nodes: has no effect on stages that run here"),
         (["--hours", "1"], "--hours: has no effect on stages that run here"),
         (["--secret", "HF_TOKEN"], "--secret: has no effect on stages that run here"),
         (["--executor", "slurm", "--num_processes", "8"], "--num_processes: needs --plan"),

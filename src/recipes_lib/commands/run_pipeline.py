@@ -57,6 +57,13 @@ def main(argv: Sequence[str]) -> int:
     chosen = choose_stages(pipeline, *ends)
     if problems := list(_find_unknown_commands(pipeline)):
         raise ConfigError(*problems)
+    places = {
+        flag: given.get("dest", flag) for flag, given in _OF_EXECUTORS.items() if flag != "gpu" or not options.plan
+    }
+    unused = [flag for flag, at in places.items() if getattr(options, at) != parser.get_default(at)]
+    if unused and options.executor == "local":
+        found = "has no effect on stages that run here"
+        raise ConfigError(Problem(f"--{unused[0]}", found, "add --executor, or remove it"))
     if options.list:
         sys.stdout.write("".join(f"{stage.name}: {shlex.join(stage.words)}\n" for stage in chosen))
         return EXIT_DONE
@@ -75,10 +82,6 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [])
         submit_stages(options, pipeline, chosen)
         return EXIT_DONE
-    places = {flag: given.get("dest", flag) for flag, given in _OF_EXECUTORS.items()}
-    if unused := [flag for flag, at in places.items() if getattr(options, at) != parser.get_default(at)]:
-        found = "has no effect on stages that run here"
-        raise ConfigError(Problem(f"--{unused[0]}", found, "add --plan or --executor, or remove it"))
     # Evaluations run last, after days.
     for recipe in sorted(_EXTRAS.keys() & {stage.recipe for stage in chosen}):
         verify_extra(str(options.pipeline), recipe, *_EXTRAS[recipe])

@@ -220,9 +220,9 @@ class Fit:
 
     def predict_curve(self, run: Run) -> ExpectedCurve | None:
         """Return the expected curve of a run; its band has the interval of the last loss and the spread of the runs."""
+        loss, rest = self.law.compute_loss(*run[:2]), self.law.irreducible
         if self.curve is None:
             return None
-        loss, rest = self.law.compute_loss(*run[:2]), self.law.irreducible
         low, high = self.compute_interval(lambda law: law.compute_loss(*run[:2])) or (loss, loss)
         ends = {"losses": (loss, "mean"), "low": (low, "smallest"), "high": (high, "largest")}
         lines = {name: [rest + (end - rest) * at for at in self.curve[of]] for name, (end, of) in ends.items()}

@@ -177,20 +177,22 @@ LAW_VALUES = dict.fromkeys(("size_factor", "token_factor", "size_exponent", "tok
 
 
 @pytest.mark.parametrize(
-    ("law", "resampled", "code"),
+    ("law", "resampled", "max_flops", "code"),
     [
-        ({"irreducible": 1.5}, [], 0),
+        ({"irreducible": 1.5}, [], 1e18, 0),
         # As non-finite values are stored.
-        ({"irreducible": 1.5}, [LAW_VALUES | {"irreducible": "inf"}], 0),
-        ({"irreducible": "much"}, [], 2),
-        ({"irreducible": None}, [], 2),
-        ({}, [], 2),
-        ({"irreducible": 1.5}, [[1.5]], 2),
+        ({"irreducible": 1.5}, [LAW_VALUES | {"irreducible": "inf"}], 1e18, 0),
+        ({"irreducible": "much"}, [], 1e18, 2),
+        ({"irreducible": None}, [], 1e18, 2),
+        ({}, [], 1e18, 2),
+        ({"irreducible": 1.5}, [[1.5]], 1e18, 2),
+        ({"irreducible": 1.5}, [], 0.0, 2),
+        ({"irreducible": 1.5}, [], -1.0, 2),
     ],
 )
-def test_file_of_law_is_read_or_refused(law, resampled, code, scale, tmp_path) -> None:
+def test_file_of_law_is_read_or_refused(law, resampled, max_flops, code, scale, tmp_path) -> None:
     path = tmp_path / "law.json"
-    path.write_text(json.dumps({"law": LAW_VALUES | law, "resampled": resampled, "max_flops": 1e18}))
+    path.write_text(json.dumps({"law": LAW_VALUES | law, "resampled": resampled, "max_flops": max_flops}))
     output = scale("plan", "--flops", 1e18, "--fit", path, code=code)
     assert ("is not a scaling law" in output) is (code == 2)
 

@@ -406,7 +406,7 @@ def _list_fits(path: Path | None) -> Iterator[tuple[str, Fit]]:
     try:
         laws = [build(law) for law in record["resampled"]]
         fit = Fit(build(record["law"]), laws, record["max_flops"], record.get("curve"))
-        fit.predict_curve(Run(*[fit.max_flops] * 3))  # Verifies the curve.
+        fit.predict_curve(Run(*[fit.max_flops] * 3))  # Verifies curve and FLOPs: logarithms of 0 and below are errors.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         found = f"{path} is not a scaling law: {error}"
         raise ConfigError(Problem("--fit", found, _REFIT)) from error
