@@ -50,14 +50,6 @@ def test_lines_of_processes_are_labelled(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out == "a | one\na | 2\na | \ufffd\n"
 
 
-def test_starved_reader_loses_no_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(threading.Thread, "join", lambda *_, **__: None)  # Every timeout is over at once.
-    children = Children(is_labelled=True)
-    children.start("a", ["seq", "20000"], {})
-    children.wait()
-    assert capfd.readouterr().out.endswith("\na | 20000\n")
-
-
 def test_process_left_behind_holds_neither_its_stage_nor_the_exit(capfd: pytest.CaptureFixture[str]) -> None:
     before, children = set(threading.enumerate()), Children(is_labelled=True)
     children.start("a", ["sh", "-c", "sleep 100000 & echo $!"], {})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
 from threading import Thread
@@ -17,8 +16,6 @@ from typing import Final
 from recipes_lib.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigError, Problem, translate_exit_code
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-_END: Final = b"\0end of the process\0\n"
-"""Written to the labelled output of a process after its last line."""
 
 
 class Children:
@@ -51,11 +48,11 @@ class Children:
         sys.stdout.flush()
         # `env` adds the variables to the inherited ones, which this module need not read.
         variables = ["env", *(f"{key}={value}" for key, value in environment.items())] if environment else []
-        source, sink = os.pipe() if self._is_labelled else (None, None)
+        out, errors = (subprocess.PIPE, subprocess.STDOUT) if self._is_labelled else (None, None)
         if not self._processes:
             self._forward_signals()
         try:
-            process = subprocess.Popen([*variables, *words], stdout=sink, stderr=sink, pass_fds=self._locks)
+            process = subprocess.Popen([*variables, *words], stdout=out, stderr=errors, pass_fds=self._locks)
         except (OSError, ValueError) as error:
             self._restore_handlers()
             reason = error.strerror if isinstance(error, OSError) else error
@@ -64,7 +61,7 @@ class Children:
         self._processes[name] = process
         if self.is_stopped:  # A signal that came before there was a process to receive it.
             process.terminate()
-        Thread(target=self._follow, args=(name, process, source, sink), daemon=True).start()
+        Thread(target=self._follow, args=(name, process), daemon=True).start()
 
     def wait(self) -> tuple[str, int | None]:
         """Wait until one of the processes ends; return its name and exit code, ``None`` if it failed after Ctrl-C.
@@ -80,29 +77,15 @@ class Children:
             return name, EXIT_PREEMPTED
         return name, translate_exit_code(code)
 
-    def _follow(self, name: str, process: subprocess.Popen[bytes], source: int | None, sink: int | None) -> None:
+    def _follow(self, name: str, process: subprocess.Popen[bytes]) -> None:
         # Python handles signals in the main thread, which they shall wake.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        if source is None or sink is None:
-            process.wait()
-            self._ended.put(name)
-            return
-        Thread(target=self._print_lines, args=(name, source)).start()  # A daemon, as this thread.
+        reader = Thread(target=_print_lines, args=(name, process.stdout or ()))  # A daemon, as this thread.
+        reader.start()
         process.wait()
-        # After all that it has written. Not the end of the file: a process that it has left behind may keep it open.
-        os.write(sink, _END)
-        os.close(sink)
-
-    def _print_lines(self, name: str, source: int) -> None:
-        with open(source, "rb") as lines:
-            for line in lines:
-                if written := line.removesuffix(_END):
-                    # Of a progress bar, the last state.
-                    text = written.decode(errors="replace").rstrip().rpartition("\r")[2]
-                    sys.stdout.write(f"{name} | {text}\n")
-                    sys.stdout.flush()
-                if line != written:
-                    self._ended.put(name)
+        # What it has written is printed first; a process that it has left behind may keep its output open.
+        reader.join(timeout=1)
+        self._ended.put(name)
 
     def _forward_signals(self) -> None:
         # Before the start, so that a signal at any time ends the stage too. nohup ignores SIGHUP, and so must this.
@@ -123,6 +106,14 @@ class Children:
     def _restore_handlers(self) -> None:
         if not self._processes:
             self._handlers.close()
+
+
+def _print_lines(name: str, lines: Iterable[bytes]) -> None:
+    for line in lines:
+        # Of a progress bar, the last state.
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+        sys.stdout.write(f"{name} | {text}\n")
+        sys.stdout.flush()
 
 
 def find_program(words: Sequence[str]) -> str | None:
