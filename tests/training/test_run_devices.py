@@ -19,7 +19,6 @@ from recipes_lib.errors import ConfigError, DataError, LostPeerError, Problem
 from recipes_lib.processes import explain_lost_connection, read_failure_code, tell_other_machines
 from recipes_lib.stopping import STOP
 from recipes_lib.training import run as run_module
-from recipes_lib.training.checkpoints import resume
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 from recipes_lib.training.run import describe_process, start_run
 
@@ -86,7 +85,7 @@ def test_main_process_decides_for_machines_with_disks_of_their_own(tmp_path, fin
         finish(make_config(tmp_path, **BATCH))
     for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(resume, "is_true_on_main", lambda own: not own)
+    monkeypatch.setattr(run_module, "is_true_on_main", lambda own: not own)
     config = make_config(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     assert start_run(config, Launch(rank=1, local_rank=0, world_size=2, engine="")).finished is finished
 
