@@ -34,8 +34,6 @@ def rendezvous(monkeypatch):
 
 
 ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
-TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
-BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
@@ -46,6 +44,10 @@ def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
         model=ModelConfig(model_name_or_path="model"),
         provenance={"learning_rate": "--learning_rate"},
     )
+
+
+TWO = Launch(rank=0, local_rank=0, world_size=2, engine="")
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def write_checkpoint(output_dir: Path, step: int, **facts) -> Path:
