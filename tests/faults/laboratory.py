@@ -21,7 +21,7 @@ from tests.rows import read_events
 
 from recipes_lib.files import find_record
 from recipes_lib.training.checkpoints.manifest import find_damage, list_checkpoints
-from recipes_lib.training.checkpoints.resume import RUN_FILE
+from recipes_lib.training.run import RUN_FILE
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 LEFTOVERS = ("_saving", "_dry_run", "_deleted", "run.json.partial", "rollbacks.json.partial")

@@ -12,20 +12,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from tests.models.vision_models import build_gemma3
-from tests.rows import write_rows
 from tests.training.pretraining import build_config
 from tests.training.students import save_student
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, OpenAIGPTConfig
 
-from recipes_lib.config.loader import load_config
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.recipe_checks import PretrainInspection
 from recipes_lib.inspection.sections import Report
 from recipes_lib.models.structure import freeze_outside_text
-from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.layouts.launch_environment import plan_launch
 from recipes_lib.training.optim import compilation
-from recipes_lib.training.run import start_run
 
 
 def test_section_prints_facts_or_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:
@@ -181,18 +177,3 @@ def test_key_of_file_named_derived_counts_as_given(tmp_path, tiny_tokenizer_dir)
     lines: list[str] = []
     inspection.check_keys(lines.append)
     assert "2 keys given, 4 in effect" in lines[0]
-
-
-def test_output_dir_of_run_with_other_keys_is_refused_as_by_the_launch(run_check, tiny_model_dir, tmp_path) -> None:
-    names = {"model_name_or_path": tiny_model_dir, "dataset_name": write_rows(tmp_path / "rows.jsonl", CHATS)}
-    keys = {**names, "output_dir": tmp_path / "out", "prepared_dir": tmp_path / "prepared"}
-    launch = plan_launch(None, 1)
-    start_run(load_config("sft", [f"--{name}={value}" for name, value in keys.items()]), launch)
-    (tmp_path / "out" / "checkpoint-2").mkdir()
-    write_complete(tmp_path / "out" / "checkpoint-2", engine="DEEPSPEED")  # Unknown to a check without a launch file.
-    problems, output = run_check("sft", CHATS)
-    assert problems == []
-    assert "the run resumes from checkpoint-2" in output
-    with pytest.raises(ConfigError) as caught:
-        start_run(load_config("sft", [f"--{name}={value}" for name, value in (keys | {"seed": 7}).items()]), launch)
-    assert run_check("sft", CHATS, seed=7)[0] == list(caught.value.problems)

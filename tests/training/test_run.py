@@ -19,10 +19,9 @@ from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.training import run as run_module
 from recipes_lib.training.checkpoints.manifest import write_complete
-from recipes_lib.training.checkpoints.resume import RECORDED
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.run import Run, start_run
+from recipes_lib.training.run import RECORDED, Run, start_run
 
 
 @pytest.fixture(autouse=True)

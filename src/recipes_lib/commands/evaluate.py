@@ -95,7 +95,7 @@ def watch(argv: Sequence[str]) -> int:
     """
     options, given = CommandParser("eval watch").parse_known_args(argv)
     from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
-    from recipes_lib.training.checkpoints.resume import RUN_FILE
+    from recipes_lib.training.run import RUN_FILE
 
     if not (options.run / RUN_FILE).is_file():
         remedy = "name the output_dir of a run that has started"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.paths import is_local, names_path
-from recipes_lib.config.schema import DatasetFormat, ModelConfig, RecipeConfig, flatten_config
+from recipes_lib.config.schema import DatasetFormat, ModelConfig, RecipeConfig
 from recipes_lib.data.sources.canonical import detect_source_format, load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries, load_train_data
 from recipes_lib.data.sources.rows import Entry, Row
@@ -85,7 +85,6 @@ class Inspection(ABC):
         for name, check, needed in (
             ("configuration", self.check_keys, ()),
             ("launch", self.check_launch, ()),
-            ("output directory", self.check_output, ()),
             ("tokenizer and model", self.check_model, ()),
             ("data", self.check_data, ()),
             ("corpus", self.check_corpus, ()),
@@ -138,20 +137,6 @@ class Inspection(ABC):
         shares = f"sharded by {launch.engine}" if launch.engine else shares
         by = f"{self.launch_file}: " if self.launch_file else ""
         report(f"{by}{pluralize(launch.world_size, 'process')}, {shares}, mixed_precision {launch.precision}")
-
-    def check_output(self, report: Report) -> None:
-        """Report whether the run of the output directory is done, or from which checkpoint it would resume.
-
-        Raises:
-            ConfigError: As ``find_resumption``.
-        """
-        from recipes_lib.training.checkpoints.resume import find_resumption
-
-        _, found = find_resumption(self.config, flatten_config(self.config), self.launch, report)
-        if found.finished:
-            report("the run is done")
-        elif found.checkpoint is not None:
-            report(f"the run resumes from {found.checkpoint.name}")
 
     def check_model(self, report: Report) -> None:
         """Load the tokenizer and the model's configuration, and report architecture and size."""

@@ -35,10 +35,9 @@ from recipes_lib.publish.publishing import publishing
 from recipes_lib.report.overview import describe_result
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
-from recipes_lib.training.checkpoints.resume import RUN_FILE
 from recipes_lib.training.collectives import destroy_groups
 from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.run import Run, start_run
+from recipes_lib.training.run import RUN_FILE, Run, start_run
 
 
 def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:

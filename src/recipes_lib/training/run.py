@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import os
 import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,7 +20,10 @@ from typing import Any, Final, TextIO
 import torch
 from torch._C import _error_if_any_worker_fails
 
+from recipes_lib.config.paths import is_local
+from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
+from recipes_lib.config.table import load_table
 from recipes_lib.data.packed.encoding import TOKENIZER_FILES, hash_files
 from recipes_lib.data.store import compute_key
 from recipes_lib.environment import read_git_commit, read_versions
@@ -37,18 +42,21 @@ from recipes_lib.errors import (
 from recipes_lib.files import (
     LOCK_FILE,
     explain_write_errors,
+    find_record,
+    is_inside,
     read_lines,
     replace_record,
     try_lock,
+    verify_fields,
 )
 from recipes_lib.hardware import INSTALL_CUDA, find_gpu_obstacle, supports_bf16
 from recipes_lib.models.loading import find_commit, find_model_folder, hide_progress_bars
-from recipes_lib.models.model_files import list_model_files
+from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.models.saved_weights import sample_weights
 from recipes_lib.processes import await_failure, explain_lost_connection, has_other_machines, read_failure_code
 from recipes_lib.stopping import SECONDS_TO_UNWIND, STOP, leave
 from recipes_lib.training.checkpoints import manifest, resume
-from recipes_lib.training.collectives import broadcast_object
+from recipes_lib.training.collectives import broadcast_object, is_true_on_main
 from recipes_lib.training.guards.step_guard import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -66,6 +74,10 @@ from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.optim.optimizers import verify_optimizer
 from recipes_lib.training.trainers.arguments import resolve_precision
 
+RUN_FILE = "run.json"
+RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
+"""Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
+
 _INPUTS: Final = {
     "data": "the rows of the dataset",
     "weights": "the weights of `model_name_or_path`",
@@ -73,6 +85,14 @@ _INPUTS: Final = {
     "tokenizer": "the files of the tokenizer",
 }
 """Fields of ``run.json`` that describe the inputs of a run, which must stay the same."""
+_OTHERS: Final = (
+    *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
+    *("critic_model_name_or_path", "adapter_name_or_path"),  # DPO's reference is the policy at its start.
+)
+"""Keys of further models; folders only, since the cache of the Hub has a commit."""
+_UNSET: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel", "seed"}
+"""Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and rows are
+split and ordered by the seed 0 (``read_seed``)."""
 _OF_MACHINE: Final = ("output_dir", "prepared_dir", "activation_checkpointing", "activation_checkpointing_kwargs")
 """Keys that may differ between ranks: mounted paths, and what each chooses by the memory of its GPU."""
 
@@ -149,7 +169,7 @@ class Run:
         files = hash_files(Path(model.tokenizer_name_or_path or str(model.model_name_or_path)), TOKENIZER_FILES)
         return {
             "weights": sample_weights(own),
-            "other_weights": sample_weights(*(Path(flat[key]) for key in resume.OTHER_MODELS if flat.get(key))),
+            "other_weights": sample_weights(*(Path(flat[key]) for key in _OTHERS if flat.get(key))),
             "tokenizer": {"fingerprint": files} if files else None,
         }
 
@@ -164,10 +184,10 @@ class Run:
             if name in facts and before and before != now:
                 found = f"{what} are not those that this run began with"
                 remedy = f"restore them, or choose another output_dir; to accept them, delete `{name}` from this file"
-                raise ConfigError(Problem(str(self.output_dir / resume.RUN_FILE), found, remedy))
+                raise ConfigError(Problem(str(self.output_dir / RUN_FILE), found, remedy))
         self.facts.update(facts)
         if self.launch.is_main:
-            replace_record(self.output_dir / resume.RUN_FILE, self.facts)
+            replace_record(self.output_dir / RUN_FILE, self.facts)
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
@@ -270,7 +290,7 @@ class Run:
                 for file in _CLAIMS:
                     file.truncate(0)
                 if self.launch.is_main:
-                    (self.output_dir / LOCK_FILE).replace(self.output_dir / f"{resume.RUN_FILE}.partial")
+                    (self.output_dir / LOCK_FILE).replace(self.output_dir / f"{RUN_FILE}.partial")
                 self.record(**facts)
 
 
@@ -305,11 +325,22 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     output_dir = Path(config.training["output_dir"]).absolute()
     _open(output_dir, launch)
     config = config.with_training({"output_dir": str(output_dir)})
+    resume_from = manifest.find_last_complete(output_dir)
+    previous, now = _fill_in(_read_previous(output_dir, resume_from), effective, config.recipe)
+    is_done = previous.get("status") == "done"
+    differing = _find_differences(previous, now, launch) if resume_from or is_done else []
     say = build_progress(is_main=launch.is_main).say
-    config, resumption = resume.find_resumption(config, effective, launch, say)
-    resume_from, previous, differing, finished = resumption
-    if resume_from and not finished:
-        resume.verify_checkpoint_fits(resume.read_manifest(resume_from), str(resume_from), launch)
+    finished = is_done and not differing and _has_model(output_dir, previous, resume_from, say)
+    if has_other_machines():
+        # With a disk of its own, a machine does not see that the run is done, and would wait for the main process.
+        finished = is_true_on_main(finished)
+    if resume_from and not finished and not set(differing) & set(manifest.BATCH_KEYS):
+        config = _resume_batch(config, launch, resume_from, say)
+    if differing:
+        # After ``_resume_batch``, both schedules are computed with the same global batch size.
+        resume_from = resume.find_common_checkpoint(config, previous["config"], differing, launch.data_size)
+        if resume_from is None:
+            raise ConfigError(*_explain_differences(config, previous, now, differing))
     config, checkpointing = (config, "") if finished else choose_checkpointing(config, launch)
     if checkpointing:
         say(f"activation checkpointing: {checkpointing}")
@@ -342,6 +373,26 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             rows_per_step=resume.count_rows_per_step(config.training, launch.data_size),
         )
     return run
+
+
+def _has_model(
+    output_dir: Path, record: Mapping[str, Any], resume_from: Path | None, say: Callable[[str], None]
+) -> bool:
+    """Return whether the model of a finished run is complete; if not, log from which checkpoint it is rewritten.
+
+    Raises:
+        ConfigError: No checkpoint is left to write it from. Training again without asking could be expensive.
+    """
+    names = record.get("model_files")
+    missing = find_missing(output_dir, filter(is_inside, names) if isinstance(names, list) else ())
+    if missing is None:
+        return True
+    if resume_from is None:
+        found = f"the run is done, {missing}, and there is no checkpoint to write the model from"
+        remedy = f"restore it, or delete {output_dir / RUN_FILE} to train the model again"
+        raise ConfigError(Problem(str(output_dir), found, remedy))
+    say(f"the run is done, but {missing}: the model is written again from {resume_from.name}")
+    return False
 
 
 def _open(output_dir: Path, launch: Launch) -> None:
@@ -425,6 +476,105 @@ def describe_process(launch: Launch, *, uses_cpu: bool = False) -> str:
     if launch.part is not None:
         return f"{text}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
     return f"{text}, {launch.engine}" if launch.engine else text
+
+
+def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
+    """Return the keys that affect the result and have changed."""
+    before = previous.get("config", {})
+    plain_now = json.loads(json.dumps(now, default=str))
+    # Under these schedules, the learning rates are those of the evaluations.
+    follows = plain_now.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
+    names = before.keys() | plain_now.keys()
+    harmless = {name for pattern in read_harmless() for name in fnmatch.filter(names, pattern)}
+    names -= {name for name in harmless if not (follows and name.startswith("eval_"))}
+    names -= resume.list_kept_batch_keys(previous, now, launch.data_size)
+    if previous.get("status") != "done":
+        # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
+        data: Any = previous.get("data")
+        split = ("dataset_test_split",) if isinstance(data, dict) and "inputs" in data else ()
+        places = {
+            "data": ("dataset_name", "dataset_mixture", *split),
+            "weights": ("model_name_or_path",),
+            "other_weights": _OTHERS,
+            "tokenizer": ("tokenizer_name_or_path",),
+        }
+        moved = (name for kind, keys in places.items() if resume.list_fingerprints(previous.get(kind)) for name in keys)
+        names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
+    return sorted(name for name in names if before.get(name) != plain_now.get(name))
+
+
+def _is_place(before: Any, now: Any) -> bool:
+    """Return whether two values of a key differ in nothing but paths, and those of ``now`` exist."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(map(_is_place, before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {**before, "name": ""} == {**now, "name": ""} and is_local(now["name"])
+    return isinstance(before, str) and is_local(now)
+
+
+def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: Callable[[str], None]) -> RecipeConfig:
+    record = manifest.read_complete(checkpoint)
+    assert record is not None, "find_last_complete has just read it"
+    resume.verify_checkpoint_fits(record, str(checkpoint), launch)
+    return resume.keep_batch(config, launch, record, say)
+
+
+def _explain_differences(
+    config: RecipeConfig, previous: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]
+) -> list[Problem]:
+    where, before = str(Path(config.training["output_dir"]) / RUN_FILE), previous["config"]
+    if previous["stage"] != config.recipe:  # Most keys differ.
+        found = f"is of the recipe {previous['stage']}, not {config.recipe}"
+        return [Problem(where, found, "choose another output_dir")]
+    remedy = "choose another output_dir, or run the command it was started with"
+    if config.recipe == "pretrain" and set(differing) <= resume.EXTENDABLE:
+        remedy = "no checkpoint is left from before the learning rates, or the rows of a stream, differ; " + remedy
+    return [
+        Problem(
+            where, f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}", remedy
+        )
+        for name in differing
+    ]
+
+
+def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]:
+    """Return the record of the run in a directory, from ``run.json`` or else from its newest checkpoint.
+
+    Empty, so that a new run begins, for a directory without checkpoints whose record is missing or truncated.
+
+    Raises:
+        ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record, or they are of different runs.
+        ConfigError: There is no checkpoint, and ``run.json`` was not written by a recipe.
+    """
+    path = output_dir / RUN_FILE
+    found = find_record(path)
+    remedy = "restore the file, or choose another output_dir"
+    record = ((resume_from and manifest.read_complete(resume_from)) or {}).get("run") or {}
+    try:
+        verify_fields(found, RECORDED, str(path), remedy=remedy)
+    except DataError as error:
+        problems = error.problems
+    else:
+        # Checkpoints of older versions have no copy of the record.
+        if (started := found.get("started")) != record.get("started", started):
+            text = f"is of a run that began at {record['started']!r}, and {RUN_FILE} of one that began at {started!r}"
+            raise ConfigError(Problem(str(resume_from), text, "move it to another folder, and run the same command"))
+        return found
+    with suppress(DataError):
+        verify_fields(record, RECORDED, str(resume_from))
+        return dict(record)
+    if resume_from is not None or found or (path.exists() and not path.is_file()):
+        raise ConfigError(*problems)
+    return {}
+
+
+def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add defaults of keys that one of two configurations lacks, but not of ``_UNSET``."""
+    if record.get("stage") != recipe:
+        return record, now
+    config, keys = record["config"], load_table(recipe).keys
+    defaults = {name: keys[name].default for name in (config.keys() | now.keys()) & (keys.keys() - _UNSET)}
+    return {**record, "config": {**defaults, **config}}, {**defaults, **now}
 
 
 def _now() -> str:

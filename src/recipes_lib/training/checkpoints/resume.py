@@ -1,47 +1,25 @@
-"""Resume: a directory has one run, all ranks agree on a checkpoint, the batch is kept, pretraining can be extended."""
+"""Resume: all ranks agree on one checkpoint, the global batch size is kept, pretraining runs can be extended."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import hashlib
-import json
 import math
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from transformers import set_seed
 
-from recipes_lib.config.paths import is_local
-from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, read_training
-from recipes_lib.config.table import load_table
-from recipes_lib.errors import ConfigError, DataError, Problem, list_first, merge_alike
-from recipes_lib.files import find_record, is_inside, verify_fields
-from recipes_lib.models.model_files import find_missing
+from recipes_lib.errors import ConfigError, Problem, list_first, merge_alike
 from recipes_lib.planning.schedule import agree_until, count_run_tokens, plan_pretraining
-from recipes_lib.processes import has_other_machines
 from recipes_lib.quantities import pluralize
 from recipes_lib.training.checkpoints import manifest
-from recipes_lib.training.collectives import broadcast_object, gather_objects, is_true_on_main
+from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
-
-RUN_FILE = "run.json"
-RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
-"""Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
-
-OTHER_MODELS: Final = (
-    *("reward_model_name_or_path", "ref_model_name_or_path", "teacher_model_name_or_path", "ewc_reference"),
-    *("critic_model_name_or_path", "adapter_name_or_path"),  # DPO's reference is the policy at its start.
-)
-"""Keys of further models; folders only, since the cache of the Hub has a commit."""
-_UNSET: Final = {"bf16", "fp16", "torch_compile", "use_liger_kernel", "seed"}
-"""Keys whose value, if they are unset, is not their default: the hardware or the launch file decides, and rows are
-split and ordered by the seed 0 (``read_seed``)."""
 
 
 def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
@@ -377,171 +355,3 @@ def _restore(config: RecipeConfig, before: Mapping[str, Any], keys: Collection[s
         keys = set(keys) - names  # The remaining keys are upstream's.
     training |= {name: before[name] for name in keys if before.get(name) is not None}
     return dataclasses.replace(config, training=training, **restored)
-
-
-class Resumption(NamedTuple):
-    """What an output directory holds for a run.
-
-    Attributes:
-        checkpoint: Checkpoint to resume from; ``None``: begin at step 0.
-        record: Contents of ``run.json``.
-        differing: Keys that affect the result and have changed, if the run is extended.
-        finished: Whether the run is done and its model complete.
-    """
-
-    checkpoint: Path | None
-    record: dict[str, Any]
-    differing: list[str]
-    finished: bool
-
-
-def find_resumption(
-    config: RecipeConfig, effective: dict[str, Any], launch: Launch, say: Callable[[str], None]
-) -> tuple[RecipeConfig, Resumption]:
-    """Compare a run with that of its output directory, and return its configuration with the batch of the checkpoint.
-
-    Args:
-        config: Configuration of the run.
-        effective: Its keys as the user wrote them.
-        launch: Launch of the run.
-        say: Logger for a line about changed keys or a missing model.
-
-    Raises:
-        ConfigError: As ``run.start_run``, for other keys, a missing model and the global batch.
-    """
-    output_dir = Path(config.training["output_dir"])
-    resume_from = manifest.find_last_complete(output_dir)
-    previous, now = _fill_in(_read_previous(output_dir, resume_from), effective, config.recipe)
-    is_done = previous.get("status") == "done"
-    differing = _find_differences(previous, now, launch) if resume_from or is_done else []
-    finished = is_done and not differing and _has_model(output_dir, previous, resume_from, say)
-    if has_other_machines():
-        # With a disk of its own, a machine does not see that the run is done, and would wait for the main process.
-        finished = is_true_on_main(finished)
-    if resume_from and not finished and not set(differing) & set(manifest.BATCH_KEYS):
-        config = keep_batch(config, launch, read_manifest(resume_from), say)
-    if differing:
-        # After ``keep_batch``, both schedules are computed with the same global batch size.
-        resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
-        if resume_from is None:
-            raise ConfigError(*_explain_differences(config, previous, now, differing))
-    return config, Resumption(resume_from, previous, differing, finished)
-
-
-def _has_model(
-    output_dir: Path, record: Mapping[str, Any], resume_from: Path | None, say: Callable[[str], None]
-) -> bool:
-    """Return whether the model of a finished run is complete; if not, log from which checkpoint it is rewritten.
-
-    Raises:
-        ConfigError: No checkpoint is left to write it from. Training again without asking could be expensive.
-    """
-    names = record.get("model_files")
-    missing = find_missing(output_dir, filter(is_inside, names) if isinstance(names, list) else ())
-    if missing is None:
-        return True
-    if resume_from is None:
-        found = f"the run is done, {missing}, and there is no checkpoint to write the model from"
-        remedy = f"restore it, or delete {output_dir / RUN_FILE} to train the model again"
-        raise ConfigError(Problem(str(output_dir), found, remedy))
-    say(f"the run is done, but {missing}: the model is written again from {resume_from.name}")
-    return False
-
-
-def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
-    """Return the keys that affect the result and have changed."""
-    before = previous.get("config", {})
-    plain_now = json.loads(json.dumps(now, default=str))
-    # Under these schedules, the learning rates are those of the evaluations.
-    follows = plain_now.get("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
-    names = before.keys() | plain_now.keys()
-    harmless = {name for pattern in read_harmless() for name in fnmatch.filter(names, pattern)}
-    names -= {name for name in harmless if not (follows and name.startswith("eval_"))}
-    names -= list_kept_batch_keys(previous, now, launch.data_size)
-    if previous.get("status") != "done":
-        # Of moved inputs, ``Run.record`` compares the contents; token sets of pretraining record no held-out split.
-        data: Any = previous.get("data")
-        split = ("dataset_test_split",) if isinstance(data, dict) and "inputs" in data else ()
-        places = {
-            "data": ("dataset_name", "dataset_mixture", *split),
-            "weights": ("model_name_or_path",),
-            "other_weights": OTHER_MODELS,
-            "tokenizer": ("tokenizer_name_or_path",),
-        }
-        moved = (name for kind, keys in places.items() if list_fingerprints(previous.get(kind)) for name in keys)
-        names -= {name for name in moved if _is_place(before.get(name), plain_now.get(name))}
-    return sorted(name for name in names if before.get(name) != plain_now.get(name))
-
-
-def _is_place(before: Any, now: Any) -> bool:
-    """Return whether two values of a key differ in nothing but paths, and those of ``now`` exist."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return all(map(_is_place, before, now))
-    if isinstance(before, dict) and isinstance(now, dict):
-        return {**before, "name": ""} == {**now, "name": ""} and is_local(now["name"])
-    return isinstance(before, str) and is_local(now)
-
-
-def read_manifest(checkpoint: Path) -> manifest.Record:
-    """Return the manifest of a complete checkpoint."""
-    record = manifest.read_complete(checkpoint)
-    assert record is not None, "find_last_complete has just read it"
-    return record
-
-
-def _explain_differences(
-    config: RecipeConfig, previous: Mapping[str, Any], now: Mapping[str, Any], differing: Sequence[str]
-) -> list[Problem]:
-    where, before = str(Path(config.training["output_dir"]) / RUN_FILE), previous["config"]
-    if previous["stage"] != config.recipe:  # Most keys differ.
-        found = f"is of the recipe {previous['stage']}, not {config.recipe}"
-        return [Problem(where, found, "choose another output_dir")]
-    remedy = "choose another output_dir, or run the command it was started with"
-    if config.recipe == "pretrain" and set(differing) <= EXTENDABLE:
-        remedy = "no checkpoint is left from before the learning rates, or the rows of a stream, differ; " + remedy
-    return [
-        Problem(
-            where, f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}", remedy
-        )
-        for name in differing
-    ]
-
-
-def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]:
-    """Return the record of the run in a directory, from ``run.json`` or else from its newest checkpoint.
-
-    Empty, so that a new run begins, for a directory without checkpoints whose record is missing or truncated.
-
-    Raises:
-        ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record, or they are of different runs.
-        ConfigError: There is no checkpoint, and ``run.json`` was not written by a recipe.
-    """
-    path = output_dir / RUN_FILE
-    found = find_record(path)
-    remedy = "restore the file, or choose another output_dir"
-    record = ((resume_from and manifest.read_complete(resume_from)) or {}).get("run") or {}
-    try:
-        verify_fields(found, RECORDED, str(path), remedy=remedy)
-    except DataError as error:
-        problems = error.problems
-    else:
-        # Checkpoints of older versions have no copy of the record.
-        if (started := found.get("started")) != record.get("started", started):
-            text = f"is of a run that began at {record['started']!r}, and {RUN_FILE} of one that began at {started!r}"
-            raise ConfigError(Problem(str(resume_from), text, "move it to another folder, and run the same command"))
-        return found
-    with suppress(DataError):
-        verify_fields(record, RECORDED, str(resume_from))
-        return dict(record)
-    if resume_from is not None or found or (path.exists() and not path.is_file()):
-        raise ConfigError(*problems)
-    return {}
-
-
-def _fill_in(record: dict[str, Any], now: dict[str, Any], recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Add defaults of keys that one of two configurations lacks, but not of ``_UNSET``."""
-    if record.get("stage") != recipe:
-        return record, now
-    config, keys = record["config"], load_table(recipe).keys
-    defaults = {name: keys[name].default for name in (config.keys() | now.keys()) & (keys.keys() - _UNSET)}
-    return {**record, "config": {**defaults, **config}}, {**defaults, **now}

@@ -33,10 +33,10 @@ from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.quantities import format_bytes
 from recipes_lib.training.checkpoints import manifest
-from recipes_lib.training.checkpoints.resume import RECORDED, RUN_FILE
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
+from recipes_lib.training.run import RECORDED, RUN_FILE
 
 _MEMORY_SHARE: Final = 0.8
 """Largest fraction of the free host memory that a copy may take."""
