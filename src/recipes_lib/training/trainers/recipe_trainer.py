@@ -557,7 +557,8 @@ class RankBatches(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Slices, for a resume takes all batches before its first one: those of other ranks are never built.
-        rows = self.sampler.read_rows() if isinstance(self.sampler, RunSampler) else range(len(self.sampler))
+        sampler: Any = self.sampler
+        rows = sampler.read_rows() if isinstance(sampler, RunSampler) else range(len(sampler))
         for number in self._numbers:
             first = min(number, self._last) * self.batch_size
             yield list(map(int, rows[first : first + self.batch_size]))
