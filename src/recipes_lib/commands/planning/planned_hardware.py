@@ -162,7 +162,7 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
     shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
         run = read_run(folder)
-        verify_fields(run.facts, _RECORDED, str(folder / "run.json"))
+        verify_fields(run.facts, _RECORDED, str(folder / "run.json"), remedy="name another run, or write --mfu")
         # Without the first tenth, which includes compilation and a cold cache.
         curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
         curve = curve[max(len(curve) // 10, 1) :]
