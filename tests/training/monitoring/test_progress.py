@@ -54,7 +54,8 @@ def test_closed_stream_is_ignored() -> None:
 
 
 def test_describe_event() -> None:
-    assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41 %"
+    assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41.2 %"
+    assert describe_event({"mfu": 0.0031}) == "mfu 0.31 %"
     assert describe_event(EVAL) == "held-out loss 2.5  bits/byte 0.91  accuracy 50 %  stopped 100 %"
     assert describe_event({"loss": 1.0, "objective/score": 0.5, "objective/kl_seq": 2}) == "loss 1  score 0.5  kl 2"
     assert describe_event({"eval_reward": 0.25}) == "reward 0.25"

@@ -69,7 +69,7 @@ class Hardware(NamedTuple):
 
     def describe_rate(self) -> str:
         """Return the factors of the model FLOPs per second."""
-        return f"{self.num_gpus} GPUs x {self.device.flops:.3g} FLOP/s x {self.mfu:g} MFU"
+        return f"{pluralize(self.num_gpus, 'GPU')} x {self.device.flops:.3g} FLOP/s x {self.mfu:g} MFU"
 
     def describe(self) -> Iterator[Row]:
         """Yield rows about the GPU and the origin of its MFU."""

@@ -376,10 +376,11 @@ def report_untrained(
     Raises:
         DivergedError: Another tensor has no gradient.
     """
-    is_possible = {name: bool(_ROUTED.search(name)) or parameters[name].dim() < 2 for name in faults}
-    expected, lost = (
-        [f"{name} ({fault})" for name, fault in faults.items() if is_possible[name] is kind] for kind in (True, False)
-    )
+    lost = [
+        f"{name} ({fault})"
+        for name, fault in faults.items()
+        if not _ROUTED.search(name) and parameters[name].dim() >= 2
+    ]
     if lost:
         raise DivergedError(
             f"up to step {step}, {len(lost)} of {num_trained} trained tensors have learnt nothing: "
@@ -387,8 +388,8 @@ def report_untrained(
             "activation_checkpointing: false"
         )
     return (
-        f"gradients: {len(expected)} of {num_trained} trained tensors had none up to step {step}, which "
-        f"is possible for experts, routers and biases: {list_first(expected)}"
+        f"gradients: {len(faults)} of {num_trained} trained tensors had none up to step {step}, which "
+        f"is possible for experts, routers and biases: {list_first(faults)}"
     )
 
 

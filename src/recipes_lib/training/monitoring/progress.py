@@ -69,7 +69,7 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """Return a short description of an event: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
+    """Return a short description of an event: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41.2 %``."""
     shown = [template.format(event[name]) for name, template in _FIGURES if _is_number(event.get(name))]
     # Target tokens per second, or else tokens per second: reward models have no target tokens.
     rates = [
@@ -77,7 +77,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
         for name, label in (("target_tokens_per_second", "target tok/s"), ("tokens_per_second", "tok/s"))
         if _is_number(event.get(name)) and event[name] > 0
     ]
-    shares = [f"{label} {100 * event[name]:.0f} %" for name, label in _SHARES if _is_number(event.get(name))]
+    shares = [f"{label} {100 * event[name]:.3g} %" for name, label in _SHARES if _is_number(event.get(name))]
     return "  ".join([*shown, *rates[:1], *shares])
 
 
