@@ -201,6 +201,15 @@ print(is_locked(path, of_process={of_process}), try_lock(path.open("a"), of_proc
     assert run_python(program) == "False True\n"
 
 
+def test_lock_of_a_deleted_file_is_refused(tmp_path) -> None:
+    path = tmp_path / "lock"
+    with path.open("a") as late:
+        path.unlink()  # By its last owner, after this process has opened it.
+        with path.open("a") as file:
+            assert try_lock(file) is True
+            assert try_lock(late) is False
+
+
 def test_shared_lock_excludes_exclusive_lock(tmp_path) -> None:
     path = tmp_path / "lock"
     with path.open("a") as first, path.open() as second, path.open("a") as third:

@@ -382,7 +382,8 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
         waits: Block until the lock is available.
 
     Returns:
-        ``True``: locked; ``False``: locked by another process; ``None``: the file system does not support locks.
+        ``True``: locked; ``False``: locked by another process, or deleted by it; ``None``: the file system does not
+        support locks.
     """
     # A flock belongs to the open file description, which forked children share; a lockf to the process.
     lock = fcntl.lockf if of_process else fcntl.flock
@@ -390,7 +391,8 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
         lock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
     except OSError as error:
         return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
-    return True
+    # Its last owner may have deleted it after this process had opened it: others would lock a new file of this name.
+    return os.fstat(file.fileno()).st_nlink > 0
 
 
 def is_locked(path: Path, *, of_process: bool = False) -> bool | None:
