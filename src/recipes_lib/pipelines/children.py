@@ -83,15 +83,15 @@ class Children:
     def _follow(self, name: str, process: subprocess.Popen[bytes], source: int | None, sink: int | None) -> None:
         # Python handles signals in the main thread, which they shall wake.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        if source is None or sink is None:
-            process.wait()
-            self._ended.put(name)
-            return
-        Thread(target=self._print_lines, args=(name, source)).start()  # A daemon, as this thread.
+        if source is not None:
+            Thread(target=self._print_lines, args=(name, source)).start()  # A daemon, as this thread.
         process.wait()
-        # After all that it has written. Not the end of the file: a process that it has left behind may keep it open.
-        os.write(sink, _END)
-        os.close(sink)
+        if sink is None:
+            self._ended.put(name)
+        else:
+            # After all that it has written. Not the end of the file: a process that it leaves behind may keep it open.
+            os.write(sink, _END)
+            os.close(sink)
 
     def _print_lines(self, name: str, source: int) -> None:
         with open(source, "rb") as lines:

@@ -376,15 +376,11 @@ def report_untrained(
     Raises:
         DivergedError: Another tensor has no gradient.
     """
-    lost = [
-        f"{name} ({fault})"
-        for name, fault in faults.items()
-        if not _ROUTED.search(name) and parameters[name].dim() >= 2
-    ]
+    lost = [name for name in faults if not _ROUTED.search(name) and parameters[name].dim() >= 2]
     if lost:
         raise DivergedError(
             f"up to step {step}, {len(lost)} of {num_trained} trained tensors have learnt nothing: "
-            f"{list_first(lost)}. Freeze them, or find where their gradients are lost: try "
+            f"{list_first(f'{name} ({faults[name]})' for name in lost)}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
