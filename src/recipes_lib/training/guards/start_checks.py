@@ -380,8 +380,8 @@ def report_untrained(
     if lost:
         raise DivergedError(
             f"up to step {step}, {len(lost)} of {num_trained} trained tensors have learnt nothing: "
-            f"{list_first(f'{name} ({faults[name]})' for name in lost)}. Freeze them, or find where their gradients are lost: try "
-            "activation_checkpointing: false"
+            f"{list_first(f'{name} ({faults[name]})' for name in lost)}. "
+            "Freeze them, or find where their gradients are lost: try activation_checkpointing: false"
         )
     return (
         f"gradients: {len(faults)} of {num_trained} trained tensors had none up to step {step}, which "
