@@ -177,6 +177,13 @@ def find_private_overrides(path: str, source: str, upstream: Collection[str]) ->
     return found
 
 
+def find_problems_without_remedy(path: str, source: str) -> list[str]:
+    """Return the lines of problems without a remedy, except those of documents, which are counted and left out."""
+    calls = (node for node in ast.walk(parse(source)) if isinstance(node, ast.Call) and "/corpus/" not in path)
+    bare = (call for call in calls if ast.unparse(call.func) == "Problem" and len(call.args) == 2 and not call.keywords)
+    return [f"{path}:{call.lineno}" for call in bare if not isinstance(call.args[1], ast.Starred)]
+
+
 def find_bad_name(path: str) -> list[str]:
     parts = Path(path)
     vague = VAGUE_NAMES & {part.removesuffix(".py") for part in parts.parts}
@@ -291,8 +298,8 @@ def test_project_has_no_forbidden_text(rule: str) -> None:
     assert [fault for path, text in read_project().items() for fault in find_forbidden_text(rule, path, text)] == []
 
 
-@pytest.mark.parametrize("rule", [find_long_file, find_long_functions])
-def test_library_keeps_size_limits(rule) -> None:
+@pytest.mark.parametrize("rule", [find_long_file, find_long_functions, find_problems_without_remedy])
+def test_library_keeps_rules_of_modules(rule) -> None:
     sources = read_python("src/", "recipes/", "benchmarks/")
     assert [fault for path, source in sources.items() for fault in rule(path, source)] == []
 
@@ -423,6 +430,11 @@ def test_find_forbidden_text_accepts_owner() -> None:
 def test_find_long_file_finds_planted_file() -> None:
     assert find_long_file("a.py", "x\n" * 600) == []
     assert len(find_long_file("a.py", "x\n" * 601)) == 1
+
+
+def test_find_problems_without_remedy_finds_planted_one() -> None:
+    planted = "Problem('a', 'is b', 'write c')\nProblem('a', *found)\nProblem('a', 'is b')\n"
+    assert find_problems_without_remedy("a.py", planted) == ["a.py:3"]
 
 
 def test_find_long_functions_counts_lines_of_code() -> None:

@@ -48,6 +48,7 @@ INCOMPATIBLE: dict[str, list[tuple[str, int, str]]] = {
         ("dataset_test_split: test\ntest_split_size: 10", 6, "recipe.yaml:5"),
         ("fp16: true\nbf16: true", 6, "fp16"),
         ("system_prompt: ''", 5, "`system_prompt` is empty"),
+        ("system_prompt: ' '", 5, "`system_prompt` is empty"),
         ("dataset_streaming: true\nmax_length: 64", 5, "max_steps"),
         (f"{STREAM}\ntest_split_size: 0.1", 9, "held out of a stream"),
         ("overlong: truncate", 5, "max_length"),

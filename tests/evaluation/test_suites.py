@@ -99,6 +99,7 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
         (ROW, {"output_type": "generate"}, "Got invalid output_type 'generate'"),
         (ROW, {"test_splitt": "test"}, "'test_splitt'.*; correct its task file"),
         (ROW, {"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, "gone.jsonl'; correct its task file"),
+        (ROW, {"dataset_kwargs": {}}, "without `data_files`, json would be any such files"),
         (ROW, {"dataset_path": "not/there"}, "make its data available"),
     ],
 )
@@ -199,7 +200,7 @@ def test_math_verify_and_ifeval_score_with_eval_extra(tmp_path: Path, monkeypatc
 def test_missing_package_is_not_reported_as_missing_data(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import no_such_package\n")
     (tmp_path / "own.yaml").write_text(
-        "task: own\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        "task: own\ndataset_path: org/rows\noutput_type: generate_until\ntest_split: test\n"
         "doc_to_text: q\ndoc_to_target: a\nprocess_results: !function own.score\n"
     )
     with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*no_such_package") as caught:

@@ -32,6 +32,7 @@ CONVERTER: Final = "convert_hf_to_gguf.py"
 """Conversion script of llama.cpp."""
 _OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "ppo_state.json", "model.safetensors.index.json")
 """JSON files of a checkpoint that are not copied."""
+_ANOTHER: Final = "name another checkpoint-N of a run; the output_dir of a finished run needs no export"
 
 
 def main_export(argv: Sequence[str]) -> None:
@@ -80,8 +81,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
 
     with atomic_folder(output) as staging:
         if damage := find_damage(checkpoint):
-            remedy = "name another checkpoint-N of a run; the output_dir of a finished run needs no export"
-            raise ConfigError(Problem(str(checkpoint), damage, remedy))
+            raise ConfigError(Problem(str(checkpoint), damage, _ANOTHER))
         for file in (*checkpoint.iterdir(), *(checkpoint / TEMPLATES).glob("*")):
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 copy = staging / file.relative_to(checkpoint)
@@ -183,13 +183,14 @@ def _assign_weights(model: Any, weights: Mapping[str, Tensor], checkpoint: Path)
     try:
         _, unknown = model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
-        raise ConfigError(Problem(str(checkpoint), f"its weights and its config.json differ: {error}")) from error
+        found = f"its weights and its config.json differ: {error}"
+        raise ConfigError(Problem(str(checkpoint), found, _ANOTHER)) from error
     model.tie_weights()
     # After tying, because the file has no tensor for a tied output projection.
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if unknown or missing:
         found = f"its weights are not those of its config.json: {', '.join([*unknown, *missing][:4])}"
-        raise ConfigError(Problem(str(checkpoint), found))
+        raise ConfigError(Problem(str(checkpoint), found, _ANOTHER))
 
 
 def _write_adapter(checkpoint: Path, folder: Path) -> int:

@@ -96,7 +96,8 @@ class Dependency:
 
 
 def _holds_any(value: Any, values: Sequence[Any]) -> bool:
-    """Return whether a value, or an item of a list, is one of ``values``."""
+    """Return whether a value, or an item of a list, is one of ``values``; a text of blanks alone is empty."""
+    value = "" if isinstance(value, str) and value.isspace() else value
     return value in values or (isinstance(value, list) and any(item in values for item in value))
 
 

@@ -135,7 +135,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
     try:
         rendered = tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # A template is a program, which can raise anything.
-        raise DataError(Problem("chat_template", f"the chat template fails: {error}")) from error
+        remedy = "write prompts that it accepts, or name another model"
+        raise DataError(Problem("chat_template", f"the chat template fails: {error}", remedy)) from error
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 

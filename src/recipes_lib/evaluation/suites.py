@@ -37,6 +37,8 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
+_FORMATS: Final = ("arrow", "csv", "json", "parquet", "text")
+"""Values of ``dataset_path`` that name a format of files, which `datasets` searches for in the working directory."""
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
 _METRICS: Final = "correct its `metric_list`"
@@ -60,10 +62,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     for name, num_fewshot in wanted.items():
         # One task at a time, so that a failure does not hide the problems of the others.
         try:
-            places = {str(settings.get("dataset_path")) for _, settings in _enumerate_settings(manager, name)}
-            for place in places:
-                if "/" in place:  # Others are formats of files, such as `json`.
-                    go_offline_unless_reachable(place)
+            _verify_places(manager, name)
             loaded = manager.load([name])
         except ConnectionError:  # From `datasets`; its message is about offline mode, which the user need not have set.
             away.append(name)
@@ -81,6 +80,20 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def _verify_places(manager: TaskManager, name: str) -> None:
+    """Go offline unless the datasets of a task are reachable.
+
+    Raises:
+        ValueError: The task names a format instead of files.
+    """
+    listed = [settings for _, settings in _enumerate_settings(manager, name)]
+    for place, names_files in {(str(one.get("dataset_path")), bool(one.get("dataset_kwargs"))) for one in listed}:
+        if "/" in place:
+            go_offline_unless_reachable(place)
+        elif place in _FORMATS and not names_files:
+            raise ValueError(f"without `data_files`, {place} would be any such files of the working directory")
 
 
 def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:

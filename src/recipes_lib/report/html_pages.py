@@ -94,7 +94,7 @@ def write_eval_report(folder: Path) -> Path:
     Raises:
         DataError: The folder has no valid ``eval.json``.
     """
-    record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
+    record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict}, remedy="evaluate again")
     samples: dict[str, list[dict[str, Any]]] = {}
     shown = max(1, min(MAX_QUESTIONS, MAX_SHOWN // max(1, len(record["tasks"]))))
     for row in read_lines(folder / "samples.jsonl"):

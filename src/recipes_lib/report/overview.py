@@ -80,7 +80,8 @@ def list_entries(folder: Path) -> list[Entry]:
         DataError: There are no outputs, or the record of the pipeline is invalid.
     """
     if (folder / PIPELINE).is_file():
-        record = read_record(folder / PIPELINE, {"stages": dict, "pipeline": list})
+        remedy = "delete it, and run the pipeline again"
+        record = read_record(folder / PIPELINE, {"stages": dict, "pipeline": list}, remedy=remedy)
         stages = [stage for stage in record["pipeline"] if isinstance(stage, dict)]
         states = {name: state for name, state in record["stages"].items() if isinstance(state, dict)}
         return [_describe_stage(folder, stage, states.get(str(stage.get("name")), {})) for stage in stages]

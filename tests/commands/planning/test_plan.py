@@ -170,7 +170,7 @@ def test_hours_follow_from_printed_formula(plan) -> None:
     line = next(line for line in output.splitlines() if line.startswith("time"))
     hours, days = re.search(r"([\d.,e-]+) hours, ([\d.,e-]+) days, on 4 NVIDIA A100", line).groups()
     flops, gpus, peak, mfu = map(
-        float, re.search(r": (\S+) / \((\d+) GPUs x (\S+) FLOP/s x (\S+) MFU x 3600 s\)", line).groups()
+        float, re.search(r": (\S+) / \((\d+) GPUs? x (\S+) FLOP/s x (\S+) MFU x 3600 s\)", line).groups()
     )
     assert (gpus, peak, mfu) == (4, 312e12, 0.45)
     assert float(hours) == pytest.approx(flops / (gpus * peak * mfu * 3600), rel=0.05)
@@ -325,7 +325,7 @@ def test_calibrate_uses_mfu_of_finished_runs(plan_other, tmp_path: Path) -> None
     run = write_run(tmp_path / "earlier", 0.1, 0.25, recipe="lora", activation_checkpointing=True)
     output = plan_other("sft", "--gpu", "H100", "--calibrate", run)
     assert "0.375: 38% eager by 1 finished run" in output
-    assert re.search(r"1 GPUs x 9\.89e\+14 FLOP/s x 0\.375 MFU", output)
+    assert re.search(r"1 GPU x 9\.89e\+14 FLOP/s x 0\.375 MFU", output)
     searched = plan_other("sft", "--gpus", "1xH100", "--calibrate", run)
     assert "0.434: 43% compiled by 1 finished run, from its eager runs by the ratio that torchtitan" in searched
 

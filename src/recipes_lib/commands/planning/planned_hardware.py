@@ -69,7 +69,7 @@ class Hardware(NamedTuple):
 
     def describe_rate(self) -> str:
         """Return the factors of the model FLOPs per second."""
-        return f"{self.num_gpus} GPUs x {self.device.flops:.3g} FLOP/s x {self.mfu:g} MFU"
+        return f"{pluralize(self.num_gpus, 'GPU')} x {self.device.flops:.3g} FLOP/s x {self.mfu:g} MFU"
 
     def describe(self) -> Iterator[Row]:
         """Yield rows about the GPU and the origin of its MFU."""
@@ -162,7 +162,7 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
     shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
         run = read_run(folder)
-        verify_fields(run.facts, _RECORDED, str(folder / "run.json"))
+        verify_fields(run.facts, _RECORDED, str(folder / "run.json"), remedy="name another run, or write --mfu")
         # Without the first tenth, which includes compilation and a cold cache.
         curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
         curve = curve[max(len(curve) // 10, 1) :]

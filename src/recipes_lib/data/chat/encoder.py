@@ -260,7 +260,8 @@ class RowEncoder:
         try:
             return ChatTemplate(source, variables)
         except TemplateError as error:
-            raise ConfigError(Problem("chat_template_path", f"the chat template does not compile: {error}")) from error
+            found = f"the chat template does not compile: {error}"
+            raise ConfigError(Problem("chat_template_path", found, "correct it, or name another one")) from error
 
     def _finder(self, row: Row) -> SpanFinder:
         with_tools = bool(row.tools)

@@ -140,7 +140,8 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
     """
     if config.data.dataset_streaming:
         where = config.locate("dataset_streaming")
-        raise ConfigError(Problem(where, "streamed rows are tokenised while training; there is nothing to prepare"))
+        found = "streamed rows are tokenised while training"
+        raise ConfigError(Problem(where, found, "remove the key to prepare the rows"))
     seed = read_seed(config)
     train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})

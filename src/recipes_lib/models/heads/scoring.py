@@ -319,7 +319,8 @@ def encode_answers(
         try:
             texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
         except Exception as error:  # Template code runs on user data: any error concerns this answer.
-            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
+            remedy = "write what the chat template of the reward model accepts"
+            problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}", remedy))
     if problems:
         raise DataError(*problems)
     # Rendered text has its special tokens already.
